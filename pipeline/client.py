@@ -25,6 +25,7 @@ from gracestream.schemas.messages import (
     Outcome,
     Prediction,
     Request,
+    check_field_names,
     decode,
     encode,
 )
@@ -147,29 +148,30 @@ def build_request(fields: Mapping[str, object] | str) -> Request:
     """Build a request from a text, or from an object that may lack `v` and `request_id`.
 
     Raises:
-        InvalidMessage: the result is not a valid request.
+        InvalidMessage: the result is not a valid request, or has an unknown field.
     """
-    return _build_message(fields, Request, "request_id", "inputs")
+    return _build_message(fields, Request, "request_id")
 
 
 def build_feedback(fields: Mapping[str, object] | str) -> Feedback:
     """Build feedback from an object that may lack `v` and `feedback_id`.
 
     Raises:
-        InvalidMessage: the result is not valid feedback.
+        InvalidMessage: the result is not valid feedback, or has an unknown field.
     """
-    return _build_message(fields, Feedback, "feedback_id", "inputs")
+    return _build_message(fields, Feedback, "feedback_id")
 
 
 def feedback_to_sign(fields: Mapping[str, object] | str, author: str) -> bytes:
     """The text that an author signs (`pipeline.auth.signing`), built as by `build_feedback`.
 
-    It is JSON in ASCII. It keeps all given fields, also unknown ones.
+    It is JSON in ASCII.
 
     Raises:
-        InvalidMessage: the result is not valid feedback, is signed already, or names another author.
+        InvalidMessage: the result is not valid feedback, has an unknown field, is signed already, or names another
+            author.
     """
-    members = _with_defaults(fields, "feedback_id", "inputs")
+    members = _with_defaults(fields, Feedback, "feedback_id")
     if "signature" in members:
         raise InvalidMessage("it is signed already")
     if members.setdefault("author", author) != author:
@@ -182,6 +184,8 @@ def feedback_to_sign(fields: Mapping[str, object] | str, author: str) -> bytes:
 def parse_signed_feedback(record: bytes) -> SignedFeedback:
     """Read a signed record. It must be complete, because any change would break its signature.
 
+    It may have unknown fields, as on the wire: its author has signed them.
+
     Raises:
         InvalidMessage: the record is not valid feedback.
     """
@@ -191,15 +195,16 @@ def parse_signed_feedback(record: bytes) -> SignedFeedback:
 W = TypeVar("W", bound=Message)
 
 
-def _build_message(fields: Mapping[str, object] | str, message_type: type[W], id_field: str, text_field: str) -> W:
+def _build_message(fields: Mapping[str, object] | str, message_type: type[W], id_field: str) -> W:
     try:
-        return decode(msgspec.json.encode(_with_defaults(fields, id_field, text_field)), message_type)
+        return decode(msgspec.json.encode(_with_defaults(fields, message_type, id_field)), message_type)
     except UnicodeEncodeError as error:
         raise InvalidMessage(f"a text is not Unicode: {error.reason}") from error
 
 
-def _with_defaults(fields: Mapping[str, object] | str, id_field: str, text_field: str) -> dict[str, object]:
+def _with_defaults(fields: Mapping[str, object] | str, message_type: type[Message], id_field: str) -> dict[str, object]:
     if not isinstance(fields, str | Mapping):
         raise InvalidMessage("neither a text nor an object")
-    members = {text_field: fields} if isinstance(fields, str) else fields
+    check_field_names(fields, message_type)
+    members = {"inputs": fields} if isinstance(fields, str) else fields
     return {"v": SCHEMA_VERSION, id_field: str(uuid.uuid4()), **members}

@@ -8,6 +8,8 @@ docs/explanation/messages-and-topics.md describes them for users.
 """
 
 import math
+from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Literal, Self, TypeGuard, TypeVar
 
 import msgspec
@@ -68,6 +70,27 @@ class TruncatedBytes(bytes):
     size: int
     sha256: str
     reason: str
+
+
+def check_field_names(fields: object, *kinds: type[Struct]) -> None:
+    """Check an object that a person wrote: it has only fields of these types. `decode` ignores other fields.
+
+    A value that is not an object passes, because its conversion to a type reports it.
+
+    Raises:
+        InvalidMessage: a field is unknown. The text names it and the nearest known field, or all known fields.
+    """
+    if not isinstance(fields, Mapping):
+        return
+    known = list(dict.fromkeys(name for kind in kinds for name in kind.__struct_fields__))
+    for name in fields:
+        if name not in known:
+            # A part of a name is a candidate, too, so `id` leads to `feedback_id`. The first field with a part counts.
+            candidates = {part: field for field in reversed(known) for part in field.split("_")}
+            candidates |= {field: field for field in known}
+            nearest = get_close_matches(name.casefold(), candidates, n=1)
+            remedy = f"did you mean `{candidates[nearest[0]]}`?" if nearest else f"the fields are {', '.join(known)}"
+            raise InvalidMessage(f"unknown field `{to_one_line(name)}`; {remedy}")
 
 
 def is_chat(inputs: Inputs) -> TypeGuard[tuple[ChatMessage, ...]]:

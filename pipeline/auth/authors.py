@@ -27,7 +27,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from gracestream.pipeline.auth.signing import decode_public_key
 from gracestream.pipeline.errors import UserError
 from gracestream.schemas.deltas import AUTHOR_ROLES, DEFAULT_ROLES, Role
-from gracestream.schemas.messages import Id
+from gracestream.schemas.messages import Id, check_field_names
 
 log = structlog.get_logger()
 
@@ -60,7 +60,7 @@ AuthorsByName = dict[str, Author]
 """The list of authors, by name."""
 
 
-class _AuthorEntry(Struct, frozen=True, forbid_unknown_fields=True):
+class _AuthorEntry(Struct, frozen=True):
     """The entry of an author in the file."""
 
     keys: Annotated[tuple[str, ...], Meta(min_length=1)]
@@ -115,6 +115,7 @@ def parse_authors(raw: bytes, path: Path) -> AuthorsByName:
     for name, fields in entries.items():
         try:
             msgspec.convert(name, Id)
+            check_field_names(fields, _AuthorEntry)
             entry = msgspec.convert(fields, _AuthorEntry)
             keys = tuple(decode_public_key(key) for key in entry.keys)
             roles = DEFAULT_ROLES if entry.roles is UNSET else _parse_roles(entry.roles)

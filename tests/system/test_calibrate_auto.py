@@ -105,13 +105,19 @@ def test_where_values_do_not_train_it_ends_with_status_1_and_says_why(auto: Call
 def test_lines_that_cannot_be_read_are_named_and_the_others_measured(
     auto: Callable[..., Command], requests: Path
 ) -> None:
-    bad = [b'{"inputs": "\xff"}', b"{", b'{"rephrase": "x"}', json.dumps(" ".join(WORDS[:1] * 90)).encode()]
+    bad = [
+        b'{"inputs": "\xff"}',
+        b"{",
+        b'{"inputs": "x", "rephrases": ["y"]}',
+        json.dumps(" ".join(WORDS[:1] * 90)).encode(),
+    ]
     requests.write_bytes(requests.read_bytes() + b"\n" + b"\n".join(bad))
     command = auto("--layer", LAYER, "--trials", "1", "--minutes", "0", "--json")
     first = len(PROMPTS) + 1
     for number in (first, first + 1, first + 2):
         assert f"line {number}" in command.said()
     assert "utf-8" in command.said()
+    assert f"line {first + 2}: unknown field `rephrases`; did you mean `rephrase`?" in command.said()
     assert "1 request is left out: the prompt has 90 tokens" in command.said()
     assert [one["edited"]["of"] for one in lines(command.told())[:-1]][:1] == [1]
 

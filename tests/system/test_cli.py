@@ -269,14 +269,21 @@ class TestTraffic:
             ("send", '{"inputs": 3}', "line 2: not a valid request"),
             ("send", '{"inputs": "\\ud800"}', "line 2: a text is not Unicode"),
             ("send", '{"inputs": "a", "parameters": {"beams": 3}}', "line 2: not a valid request"),
+            ("send", '{"inputs": "a", "id": "mine"}', "line 2: unknown field `id`; did you mean `request_id`?"),
             ("correct", '{"inputs": "a"}', "line 2: not a valid feedback"),
+            (
+                "correct",
+                '{"inputs": "a", "target": "b", "id": "mine"}',
+                "line 2: unknown field `id`; did you mean `feedback_id`?",
+            ),
             ("correct", '"a text alone"', "line 2: not a valid feedback"),
         ],
     )
     def test_a_bad_line_is_named_and_nothing_is_sent(
         self, run: Callable[..., Command], deployment: Settings, command: str, line: str, complaint: str
     ) -> None:
-        ran = run(command, settings=deployment, given=f'{{"inputs": "good", "target": "river"}}\n{line}\n')
+        good = {"send": '"good"', "correct": '{"inputs": "good", "target": "river"}'}[command]
+        ran = run(command, settings=deployment, given=f"{good}\n{line}\n")
         assert status_of(ran) not in {0, None}
         assert complaint in " ".join(ran.said().split()), ran.said()
         assert "Traceback" not in ran.said()
@@ -286,8 +293,8 @@ class TestTraffic:
     def test_two_lines_of_one_id_are_named_and_nothing_is_sent(
         self, run: Callable[..., Command], deployment: Settings, command: str
     ) -> None:
-        field = {"send": "request_id", "correct": "feedback_id"}[command]
-        given = [{"inputs": text, "target": "river", field: "mine"} for text in ("one", "two")]
+        fields = {"send": {"request_id": "mine"}, "correct": {"feedback_id": "mine", "target": "river"}}[command]
+        given = [{"inputs": text, **fields} for text in ("one", "two")]
         ran = run(command, settings=deployment, given="\n\n".join(map(json.dumps, given)))
         assert status_of(ran) == 2
         said = " ".join(ran.said().replace("│", " ").split())
@@ -360,6 +367,7 @@ class TestHistory:
         path = tmp_path / "cases.jsonl"
         for line, why in (
             ('{"inputs": "a"}', "either `target`"),
+            ('{"inputs": "a", "targets": "b"}', "unknown field `targets`; did you mean `target`?"),
             (json.dumps({"inputs": "room " * 100, "unchanged": True}), "GRACESTREAM_MAX_INPUT_TOKENS"),
             ("", "has no lines"),
         ):

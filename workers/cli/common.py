@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
 from kafka.errors import KafkaError
 from redis.exceptions import RedisError
@@ -19,7 +20,7 @@ from rich.text import Text
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.kafka import wait_for_kafka
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.schemas.messages import escape_unprintable
+from gracestream.schemas.messages import Message, check_field_names, escape_unprintable
 
 EXPECTED_ERRORS = (UserError, KafkaError, RedisError)
 """Errors without a defect in the program; the command prints their message and exits with status 1."""
@@ -46,6 +47,8 @@ MAX_CELL_CHARACTERS = 100
 
 NO_WRAP_WIDTH = 2**20
 """Width of a line, in characters, if standard output is not a terminal: no line breaks."""
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 stdout_console = Console()
 stderr_console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
@@ -114,6 +117,18 @@ def _parse_line(path: Path, number: int, line: bytes) -> Any:
     except ValueError as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise typer.BadParameter(f"{path}, line {number} is not JSON: {reason}") from error
+
+
+def convert_fields(fields: object, kind: type[T], message_type: type[Message]) -> T:
+    """The JSON value of a line as `kind`; a text alone is its `inputs`.
+
+    The line may have the other fields of `message_type`, too, so that a file of such messages can be used.
+
+    Raises:
+        ValueError: the value is not valid, or has an unknown field.
+    """
+    check_field_names(fields, kind, message_type)
+    return msgspec.convert({"inputs": fields} if isinstance(fields, str) else fields, kind)
 
 
 def print_json(fields: object) -> None:

@@ -10,7 +10,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from gracestream.pipeline.errors import UserError
-from gracestream.schemas.messages import to_display_text
+from gracestream.schemas.messages import Feedback, to_display_text
 from gracestream.workers.cli.common import (
     NO_DELTAS_MESSAGE,
     JsonOption,
@@ -20,6 +20,7 @@ from gracestream.workers.cli.common import (
     ModelOption,
     PrefixOption,
     connect,
+    convert_fields,
     plain_cell,
     print_json,
     print_table,
@@ -49,9 +50,10 @@ def evaluate(
 ) -> None:
     """Measure a deployment's codebook on your own cases: answers to get right, and answers that must not change.
 
-    Each line is an object with `inputs` and either `target`, the right answer, or `unchanged`: true. The model runs in
-    this process with the codebook from `deltas`; replicas get no requests. Ends with status 1 if a case fails. With
-    --json each case is a line, and the last line counts them.
+    Each line is an object with `inputs` and either `target`, the right answer, or `unchanged`: true. The other fields
+    of feedback are ignored; an unknown field is an error. The model runs in this process with the codebook from
+    `deltas`; replicas get no requests. Ends with status 1 if a case fails. With --json each case is a line, and the
+    last line counts them.
     Example: gracestream evaluate cases.jsonl
     """
     from gracestream.pipeline.history import replay_deltas
@@ -104,8 +106,8 @@ def _read_cases(path: Path) -> dict[int, "EvaluationCase"]:
     cases = {}
     for number, fields in read_json_lines(path):
         try:
-            cases[number] = msgspec.convert(fields, EvaluationCase)
-        except msgspec.ValidationError as error:
+            cases[number] = convert_fields(fields, EvaluationCase, Feedback)
+        except ValueError as error:
             raise typer.BadParameter(f"{path}, line {number}: {error}") from error
     if not cases:
         raise typer.BadParameter(f"{path} has no lines; each is an object with `inputs` and `target` or `unchanged`")

@@ -68,6 +68,7 @@ def send(
 
     The argument is a text unless it is a file, a file name, or a JSON object. A file name is one word with a / or a
     suffix such as .jsonl. `inputs` may be the messages of a chat: [{"role": "user", "content": "a text"}].
+    An unknown field or another fault of a line is an error; then nothing is sent.
     Shows the answers in the order of the requests: in a table at a terminal, elsewhere as JSON lines.
     Ends with status 1 if an answer is an error or is missing.
     Example: gracestream send "The capital of Mongolia is"
@@ -93,6 +94,7 @@ def correct(
     `inputs` is a text, a pair of texts, or the messages of a chat: [{"role": "user", "content": "a text"}].
     `rephrases` may list up to 16 other inputs that ask the same; --rephrase adds texts to the list of a single line.
     A line with `except_from` instead of `target` is an exception: the edit with this id does not answer these inputs.
+    An unknown field or another fault of a line is an error; then nothing is sent.
 
     A line that `gracestream keys sign` has signed is sent unchanged, byte for byte.
     Shows the outcomes in the order of the corrections: in a table at a terminal, elsewhere as JSON lines.

@@ -8,10 +8,12 @@ import typer
 from rich.table import Column, Table
 
 from gracestream.pipeline.settings import load_settings
+from gracestream.schemas.messages import Request
 from gracestream.workers.cli.common import (
     JsonOption,
     LinesArgument,
     ModelOption,
+    convert_fields,
     pluralize,
     print_json,
     print_table,
@@ -78,10 +80,11 @@ def calibrate(
 ) -> None:
     """Measure the scale of layers on requests, and how well rephrases separate from other traffic.
 
-    Each line is a text or an object with `inputs` and an optional `rephrase`, which asks the same in other words. With
-    --auto it may have a `target`, too. The command then makes trial edits at several layers, with several kinds of
-    query and radii, on this machine alone; it reports their reach, and prints the settings to use. It ends with status
-    1 if no settings are good enough, and gives the reason. Ctrl-C shows the results so far.
+    Each line is a text or an object with `inputs` and an optional `rephrase`, which asks the same in other words. The
+    other fields of a request are ignored; an unknown field is an error. With --auto a line may have a `target`, too,
+    and a wrong line is skipped. The command then makes trial edits at several layers, with several kinds of query and
+    radii, on this machine alone; it reports their reach, and prints the settings to use. It ends with status 1 if no
+    settings are good enough, and gives the reason. Ctrl-C shows the results so far.
     Example: gracestream calibrate requests.jsonl --layer 'model.layers[20].mlp.up_proj'
     Example: gracestream calibrate requests.jsonl --auto --plot reach.svg
     """
@@ -118,8 +121,8 @@ def _calibrate_layers(lines: Path, layer: list[str] | None, model: str | None, *
     samples = []
     for number, fields in read_json_lines(lines):
         try:
-            samples.append(msgspec.convert({"inputs": fields} if isinstance(fields, str) else fields, LabelledRequest))
-        except msgspec.ValidationError as error:
+            samples.append(convert_fields(fields, LabelledRequest, Request))
+        except ValueError as error:
             raise typer.BadParameter(f"{lines}, line {number}: {error}") from error
     measured, common = [], load_settings(model=model)
     if layer and len(layer) > 1 and settings_use_encoder(common.model, common.editing.policy):

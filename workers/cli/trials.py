@@ -15,7 +15,9 @@ from gracestream.pipeline.settings import load_settings
 from gracestream.pipeline.tuning.advice import Advice, advise, rank_results
 from gracestream.pipeline.tuning.plot import draw, require_plot
 from gracestream.pipeline.tuning.trials import Share, TrialResult
+from gracestream.schemas.messages import Request
 from gracestream.workers.cli.common import (
+    convert_fields,
     pluralize,
     print_json,
     print_table,
@@ -100,8 +102,8 @@ def _read_samples(path: Path) -> list[LabelledRequest]:
     samples = []
     for number, fields in read_valid_lines(path, problems.append):
         try:
-            samples.append(msgspec.convert({"inputs": fields} if isinstance(fields, str) else fields, LabelledRequest))
-        except msgspec.ValidationError as error:
+            samples.append(convert_fields(fields, LabelledRequest, Request))
+        except ValueError as error:
             problems.append(f"{path}, line {number}: {error}; the line is skipped")
     for problem in problems[:MAX_INVALID_LINES]:
         stderr_console.print(problem)

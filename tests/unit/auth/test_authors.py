@@ -68,7 +68,10 @@ def test_a_list_may_be_empty(path: Path) -> None:
         (ANN.replace("}", ', roles = "propose" }'), r"author 'ann': .*got `str` - at `\$.roles`"),
         (ANN.replace("ann", '""'), r"author '': .*length >= 1"),
         (ANN.replace("ann", "a" * 257), r"author 'a+': .*length <= 256"),
-        (ANN.replace("}", ", per_minut = 5 }"), r"author 'ann': .*unknown field `per_minut`"),
+        (
+            ANN.replace("}", ", per_minut = 5 }"),
+            r"author 'ann': .*unknown field `per_minut`; did you mean `per_minute`\?",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_sentence_that_names_the_line_or_the_author(path: Path, text: str, reason: str) -> None:

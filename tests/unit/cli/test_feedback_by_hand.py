@@ -1,14 +1,17 @@
 """What people write becomes messages, or an error that says what is wrong with it."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Struct, ValidationError
 
-from gracestream.pipeline.client import build_feedback, build_request
-from gracestream.schemas.messages import InvalidMessage
+from gracestream.pipeline.client import build_feedback, build_request, parse_signed_feedback
+from gracestream.schemas.messages import InvalidMessage, Request
+from gracestream.workers.cli.common import convert_fields
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
@@ -41,6 +44,54 @@ def test_whatever_json_holds_is_a_message_or_an_invalid_one(value: Any) -> None:
             make(value)
         except InvalidMessage as error:
             assert str(error)  # noqa: PT017 - either way is right
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("id", "did you mean `feedback_id`?"),
+        ("Target", "did you mean `target`?"),
+        ("rephrase", "did you mean `rephrases`?"),
+        ("auther", "did you mean `author`?"),
+        ("except", "did you mean `except_from`?"),
+        ("answer", "the fields are v, feedback_id, inputs, target, rephrases, except_from, undo, undo_author,"),
+    ],
+)
+def test_an_unknown_field_is_named_with_the_nearest_one(name: str, remedy: str) -> None:
+    with pytest.raises(InvalidMessage, match=re.escape(f"unknown field `{name}`; {remedy}")):
+        build_feedback({"inputs": "a", "target": "b", name: "c"})
+
+
+def test_a_field_of_another_message_is_unknown() -> None:
+    with pytest.raises(InvalidMessage, match=r"unknown field `id`; did you mean `request_id`\?"):
+        build_request({"inputs": "a", "id": "mine"})
+    with pytest.raises(InvalidMessage, match="unknown field `target`; the fields are v, request_id, inputs"):
+        build_request({"inputs": "a", "target": "b"})
+
+
+def test_a_name_steers_no_terminal() -> None:
+    with pytest.raises(InvalidMessage) as caught:
+        build_feedback({"inputs": "a", "target": "b", "\x1b[2J\ud800": "c"})
+    assert "`\\x1b[2J\\ud800`" in str(caught.value)
+
+
+def test_a_signed_line_keeps_what_its_author_signed() -> None:
+    line = b'{"v":1,"feedback_id":"f","inputs":"a","target":"b","ticket":7,"signature":"s"}'
+    assert parse_signed_feedback(line).record == line
+
+
+class Line(Struct):
+    inputs: str
+    rephrase: str = ""
+
+
+def test_a_line_of_a_file_may_have_the_fields_of_a_message_and_no_others() -> None:
+    assert convert_fields({"inputs": "a", "request_id": "r", "parameters": {}}, Line, Request) == Line("a")
+    assert convert_fields("a", Line, Request) == Line("a")
+    with pytest.raises(InvalidMessage, match=r"unknown field `rephrases`; did you mean `rephrase`\?"):
+        convert_fields({"inputs": "a", "rephrases": ["b"]}, Line, Request)
+    with pytest.raises(ValidationError, match="Expected `object`, got `int`"):
+        convert_fields(3, Line, Request)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a \udfff b"])
