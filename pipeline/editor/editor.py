@@ -126,6 +126,7 @@ class Editor:
                         consequence="this editor leads no more and begins again; feedback waits for a leading editor",
                     )
                     self._services.log.close()
+                    self._reset_leader_reports()
                     self._health.end("editor")
                     self._idle.set()
                     stop.wait(KAFKA_RETRY_SECONDS)
@@ -137,7 +138,6 @@ class Editor:
         """Read the history, join the group, and follow the leading editor; True once this one is elected."""
         services = self._services
         self._uncommitted.clear()
-        self._reset_lag()
         self._apply_new_deltas()
         services.feedback_processor.catch_up()
         services.traffic_reader.warm_up()
@@ -152,9 +152,7 @@ class Editor:
             if membership == "standby" and self._role != "standby":
                 self._set_role("standby")
             services.traffic_reader.poll(0.05)
-            metrics.set_codebook_gauges(
-                services.engine.codebook.seq, services.engine.codebook.term, len(services.engine.codebook)
-            )
+            self._report_sizes()
         return False
 
     def _acquire_leadership(self, stop: threading.Event) -> None:
@@ -207,10 +205,7 @@ class Editor:
             services.redis_publisher.reconcile()
             services.snapshot_writer.maybe_write(services.engine.codebook)
             self._update_lag()
-            metrics.TRAFFIC_RESERVOIR_SIZE.set(len(services.engine.reservoir))
-            metrics.set_codebook_gauges(
-                services.engine.codebook.seq, services.engine.codebook.term, len(services.engine.codebook)
-            )
+            self._report_sizes()
 
     def _next_records(self) -> list[FeedbackRecord]:
         """The feedback records that wait, up to one batch; empty if none waits.
@@ -251,12 +246,19 @@ class Editor:
             self._update_blocked(now)
         metrics.FEEDBACK_LAG.set(max(self._lag, received))
 
-    def _reset_lag(self) -> None:
-        """Report no waiting feedback: only the leading editor knows the amount."""
+    def _report_sizes(self) -> None:
+        """Report the sizes of the codebook and of the traffic reservoir, leading or not."""
+        engine = self._services.engine
+        metrics.TRAFFIC_RESERVOIR_SIZE.set(len(engine.reservoir))
+        metrics.set_codebook_gauges(engine.codebook.seq, engine.codebook.term, len(engine.codebook))
+
+    def _reset_leader_reports(self) -> None:
+        """Report no waiting feedback and no problem of Redis: only a leading editor knows of them."""
         self._lag, self._lag_checked_at = 0, -LAG_CHECK_SECONDS
         self._blocked_since, self._blocked_records = time.monotonic(), 0
         metrics.FEEDBACK_LAG.set(0)
         metrics.FEEDBACK_BLOCKED.set(0)
+        self._services.redis_publisher.stand_by()
 
     def _update_blocked(self, now: float) -> None:
         """Report an abandoned transaction on `feedback`: nobody can read the corrections behind it."""

@@ -77,6 +77,11 @@ class RedisPublisher:
                 return False
         return True
 
+    def stand_by(self) -> None:
+        """Report no problem, and forget the last one: this editor publishes nothing until it leads again."""
+        self._last_problem, self._ahead_since = "", None
+        DEGRADED.set(0)
+
     def publish(self, applied: AppliedDelta) -> None:
         """Publish the delta that the codebook has just applied; if Redis fails, a later `reconcile` publishes it.
 
