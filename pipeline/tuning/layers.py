@@ -10,7 +10,7 @@ from typing import Any
 from gracestream.pipeline.model import RepeatedLayer, is_in_decoder, linear_layers
 
 OUTPUT_LAYER_NAMES = frozenset({
-    "o", "o_proj", "out_proj", "out_lin", "c_proj", "dense", "down_proj", "fc2", "wo", "lin2", "dense_4h_to_h",
+    "o", "o_proj", "out_proj", "out_lin", "c_proj", "dense", "down_proj", "fc2", "wo", "Wo", "lin2", "dense_4h_to_h",
 })  # fmt: skip
 """Names of the linear layers through which attention and MLP write to the residual stream."""
 

@@ -1,6 +1,8 @@
 """Which layers are tried: what attention and MLP put out, late, and never a causal model's last block."""
 
 import pytest
+import torch
+from transformers import ModernBertConfig, ModernBertForSequenceClassification
 
 from gracestream.pipeline.model.layers import find_layer
 from gracestream.pipeline.tuning.layers import candidate_layers
@@ -20,3 +22,9 @@ def test_outputs_of_late_blocks_are_tried(kind: str) -> None:
     found = candidate_layers(model)
     assert found == FOUND[kind]
     assert all(find_layer(model, path) is not None for path in found)
+
+
+def test_a_modernbert_has_layers_to_try() -> None:
+    with torch.device("meta"):
+        model = ModernBertForSequenceClassification(ModernBertConfig(num_hidden_layers=6))
+    assert candidate_layers(model)[:2] == ["model.layers.4.attn.Wo", "model.layers.4.mlp.Wo"]
