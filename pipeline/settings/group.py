@@ -4,9 +4,7 @@ A field of a group is one variable. Its name is the group's prefix and the field
 variable by `validation_alias`. Names of variables are unique among all groups.
 """
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from pydantic import BeforeValidator, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -56,10 +54,3 @@ class SettingsGroup(BaseSettings):
     def contradictions(self) -> Iterator[str]:
         """Faults of these settings that no field has by itself, a line each."""
         yield from ()
-
-    def unreadable_files(self, *fields: str) -> Iterator[str]:
-        """A line for each of these fields that names a file which cannot be read."""
-        for field in fields:
-            path = getattr(self, field)
-            if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
-                yield f"{self.variable(field)}: {path!r} is not a readable file"

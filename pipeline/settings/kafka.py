@@ -1,4 +1,4 @@
-"""Settings of Kafka: the cluster, the names in it, security, and the timeouts of its clients."""
+"""Settings of Kafka: the cluster, the names in it, security, and the limits of its clients."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -6,10 +6,11 @@ from typing import Literal
 from pydantic import Field, FiniteFloat, SecretStr
 
 from gracestream.pipeline.settings.group import SettingsGroup, group_config
+from gracestream.pipeline.settings.tls import CaFile, CertificateFile, KeyFile, tls_contradictions
 
 
 class KafkaSettings(SettingsGroup):
-    """The cluster, the prefix of names in it, security, and the timeouts of clients."""
+    """The cluster, the prefix of names in it, security, timeouts of clients, and the size of records that they read."""
 
     model_config = group_config("KAFKA_")
 
@@ -33,17 +34,9 @@ class KafkaSettings(SettingsGroup):
     )
     username: str | None = Field(None, min_length=1, description="User of Kafka, for SASL.")
     password: SecretStr | None = Field(None, description="That user's password.")
-    ca: str | None = Field(
-        None,
-        min_length=1,
-        description="File (PEM) of the authorities that may sign Kafka's certificate; by default the system's.",
-    )
-    certificate: str | None = Field(
-        None, min_length=1, description="File (PEM) of the client certificate shown to Kafka."
-    )
-    key: str | None = Field(
-        None, min_length=1, description="File (PEM) of its key; by default in the file of the certificate."
-    )
+    ca: CaFile = None
+    certificate: CertificateFile = None
+    key: KeyFile = None
     key_password: SecretStr | None = Field(None, description="Password of that key, if it has one.")
     check_hostname: bool = Field(True, description="Whether Kafka's certificate must match the host name.")
     startup_timeout: FiniteFloat = Field(
@@ -99,14 +92,5 @@ class KafkaSettings(SettingsGroup):
                     f"{self.variable(field)} is set, and {protocol} does not use it: choose SASL_SSL, or unset one of"
                     " them"
                 )
-        for field in ("ca", "certificate", "key"):
-            if getattr(self, field) and not self.uses_tls:
-                yield (
-                    f"{self.variable(field)} is set, and {protocol} is without TLS: choose SSL or SASL_SSL, or unset"
-                    " one of them"
-                )
-        if not self.certificate:
-            for field in ("key", "key_password"):
-                if getattr(self, field):
-                    yield f"{self.variable(field)} is set without {self.variable('certificate')}"
-        yield from self.unreadable_files("ca", "certificate", "key")
+        without_tls = f"{protocol} is without TLS: choose SSL or SASL_SSL, or unset one of them"
+        yield from tls_contradictions(self, None if self.uses_tls else without_tls)

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, FiniteFloat, SecretStr
 
 from gracestream.pipeline.settings.group import SettingsGroup, group_config
+from gracestream.pipeline.settings.tls import CaFile, CertificateFile, KeyFile, tls_contradictions
 
 
 class RedisSettings(SettingsGroup):
@@ -20,17 +21,9 @@ class RedisSettings(SettingsGroup):
         description="URL of Redis or Valkey; `rediss://` for TLS.",
     )
     password: SecretStr | None = Field(None, description="Password of Redis, if its URL has none.")
-    ca: str | None = Field(
-        None,
-        min_length=1,
-        description="File (PEM) of the authorities that may sign Redis's certificate; by default the system's.",
-    )
-    certificate: str | None = Field(
-        None, min_length=1, description="File (PEM) of the client certificate shown to Redis."
-    )
-    key: str | None = Field(
-        None, min_length=1, description="File (PEM) of its key; by default in the file of the certificate."
-    )
+    ca: CaFile = None
+    certificate: CertificateFile = None
+    key: KeyFile = None
     outage_grace: FiniteFloat = Field(
         5.0,
         ge=0,
@@ -40,18 +33,14 @@ class RedisSettings(SettingsGroup):
 
     def contradictions(self) -> Iterator[str]:
         """Two passwords, TLS files without TLS, and files that cannot be read."""
-        yield from self._url_contradictions()
-        if self.key and not self.certificate:
-            yield "GRACESTREAM_REDIS_KEY is set without GRACESTREAM_REDIS_CERTIFICATE"
-        yield from self.unreadable_files("ca", "certificate", "key")
-
-    def _url_contradictions(self) -> Iterator[str]:
+        without_tls = None
         try:
             url = urlsplit(self.url)
         except ValueError:
-            return  # not a URL; `ping_redis` reports it
-        if self.password and url.password:
-            yield "GRACESTREAM_REDIS_PASSWORD is set, and GRACESTREAM_REDIS has a password too: keep one of them"
-        for field in ("ca", "certificate", "key"):
-            if getattr(self, field) and url.scheme != "rediss":
-                yield f"{self.variable(field)} is set, and GRACESTREAM_REDIS does not begin with rediss://"
+            pass  # not a URL; `ping_redis` reports it
+        else:
+            if self.password and url.password:
+                yield "GRACESTREAM_REDIS_PASSWORD is set, and GRACESTREAM_REDIS has a password too: keep one of them"
+            if url.scheme != "rediss":
+                without_tls = "GRACESTREAM_REDIS does not begin with rediss://"
+        yield from tls_contradictions(self, without_tls)
