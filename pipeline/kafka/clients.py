@@ -19,7 +19,7 @@ from aiokafka.errors import KafkaError as RawKafkaError
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka.errors import KafkaConnectionError, KafkaError
 
-from gracestream.pipeline.kafka.client_fixes import RejoiningConsumer, RetryingNetClient
+from gracestream.pipeline.kafka.client_fixes import PausingNetClient, RejoiningConsumer, RetryingNetClient
 from gracestream.pipeline.kafka.lenient_records import BoundedFetcher, install_lenient_parser
 from gracestream.pipeline.kafka.security import kafka_security_options, permanent_kafka_failure
 from gracestream.pipeline.kafka.transactions import TransactionalProducer
@@ -71,11 +71,16 @@ def producer(settings: KafkaSettings, **options: Any) -> KafkaProducer:
 
     With a `transactional_id` it is a TransactionalProducer; the cluster is asked for its `transaction.version`.
     """
-    defaults: dict[str, Any] = {"acks": "all", "max_request_size": MAX_DELTA_BYTES, "kafka_client": RetryingNetClient}
+    defaults: dict[str, Any] = {
+        **_connection_options(settings),
+        "acks": "all",
+        "max_request_size": MAX_DELTA_BYTES,
+        "kafka_client": RetryingNetClient,
+    }
     if "transactional_id" in options:
         options = {"end_raises_epoch": _end_txn_raises_epoch(settings), **options}
-        return TransactionalProducer(**_connection_options(settings), **defaults, **options)
-    return KafkaProducer(**_connection_options(settings), **defaults, **options)
+        return TransactionalProducer(**defaults, **options)
+    return KafkaProducer(**defaults, **options)
 
 
 def admin(settings: KafkaSettings, **options: Any) -> KafkaAdminClient:
@@ -144,6 +149,7 @@ def _connection_options(settings: KafkaSettings) -> dict[str, Any]:
     return {
         "bootstrap_servers": _bootstrap_servers(settings),
         "reconnect_backoff_max_ms": 1000,
+        "kafka_client": PausingNetClient,
         **kafka_security_options(settings),
     }
 
