@@ -30,8 +30,8 @@ help:  ## what there is
 
 setup: .venv/.ready  ## the virtual environment with everything pinned
 
-demo: setup  ## the whole story on this machine; MODEL=intent for a classifier
-	$(BIN)/gracestream demo --model $(MODEL)
+demo: setup  ## the whole story on this machine; MODEL=intent for a classifier, ARGS=--all for all prompts
+	$(BIN)/gracestream demo --model $(MODEL) $(ARGS)
 
 QUICK := $(addprefix tests/unit/,auth kafka observability schemas search wording deploy repository/test_structure.py)
 
@@ -47,7 +47,7 @@ test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
 	$(BIN)/mypy
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-LONG := tests/chaos tests/integration/kafka/test_late_requests.py tests/system/test_poison.py tests/unit/editor/test_seeded_faults.py
+LONG := tests/chaos tests/system/test_demo.py tests/integration/kafka/test_late_requests.py tests/system/test_poison.py tests/unit/editor/test_seeded_faults.py
 
 chaos: setup  ## kill, hang and cut off everything, and hold, cut and copy requests, several times; ROUNDS=5
 	$(BIN)/pytest -s $(LONG) --chaos $(ROUNDS)

@@ -40,25 +40,36 @@ class DemoScript:
     variant_names: tuple[str, ...]
 
 
-def load_script(model: str) -> DemoScript:
+SHORT_STEP = 3
+"""The short story has every third prompt."""
+
+
+def load_script(model: str, *, complete: bool = False) -> DemoScript:
     """The script for a model that is known by name.
+
+    Args:
+        model: Name of the model.
+        complete: Takes all prompts instead of every third one.
 
     Raises:
         UserError: the demo has no script for the model.
     """
+    step = 1 if complete else SHORT_STEP
     if model == "smollm2":
         facts = tuple(
             DemoCase((ChatMessage("user", row["question"]),), row["target"], (row["prompt"], row["rephrase"]))
-            for row in _read_rows("facts.jsonl")
+            for row in _read_rows("facts.jsonl")[::step]
         )
-        controls = tuple(row["prompt"] for row in _read_rows("controls.jsonl"))
+        controls = tuple(row["prompt"] for row in _read_rows("controls.jsonl")[::step])
         variant_names = ("as a text to complete", "in other words")
         return DemoScript(
             "SmolLM2-135M gets facts wrong", facts, controls, Parameters(max_new_tokens=24), variant_names
         )
     if model == "intent":
-        cases = tuple(DemoCase(row["text"], row["target"], (row["rephrase"],)) for row in _read_rows("policy.jsonl"))
-        controls = tuple(row["text"] for row in _read_rows("intents.jsonl") if row["split"] == "traffic")
+        policy = _read_rows("policy.jsonl")[::step]
+        cases = tuple(DemoCase(row["text"], row["target"], (row["rephrase"],)) for row in policy)
+        traffic = [row["text"] for row in _read_rows("intents.jsonl") if row["split"] == "traffic"]
+        controls = tuple(traffic[::step])
         title = "a help desk changes where it routes some intents"
         return DemoScript(title, cases, controls, Parameters(), ("in other words",))
     raise UserError(f"the demo has no story for the model {model!r}; it has smollm2 and intent")

@@ -59,9 +59,9 @@ class DemoRun:
         )
 
 
-def run_demo(model: str, data: Path, console: Console) -> int:
-    """Run the whole story; return the exit status."""
-    script = load_script(model)
+def run_demo(model: str, data: Path, console: Console, *, complete: bool = False) -> int:
+    """Run the story, with all prompts if it is to be complete; return the exit status."""
+    script = load_script(model, complete=complete)
     started = time.monotonic()
     name = f"demo-{secrets.token_hex(3)}"
     folder = data / name

@@ -14,9 +14,11 @@ pytestmark = [pytest.mark.kafka, pytest.mark.model]
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", ["smollm2", "intent"])
-def test_the_demo_keeps_all_its_claims(model: str, tmp_path: Path) -> None:
+def test_the_demo_keeps_all_its_claims(model: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    everything = ["--all"] if request.config.getoption("--chaos") else []
+    command = [sys.executable, "-m", "gracestream.workers.cli", "demo", "--model", model, "--data", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "gracestream.workers.cli", "demo", "--model", model, "--data", str(tmp_path)],
+        [*command, *everything],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -85,6 +85,7 @@ def up(
 
 def demo(
     model: Annotated[str, typer.Option("--model", help="smollm2 or intent.")] = "smollm2",
+    complete: Annotated[bool, typer.Option("--all", help="All prompts, not every third one.")] = False,
     data: DataOption = Path(".gracestream/demo"),
 ) -> None:
     """Show the whole system on this machine: wrong answers, corrections, right answers, a crash, a replay.
@@ -97,7 +98,7 @@ def demo(
     from gracestream.deploy.demo.story import run_demo
 
     _interrupt_on_sigterm()
-    raise typer.Exit(run_demo(model, data, stdout_console))
+    raise typer.Exit(run_demo(model, data, stdout_console, complete=complete))
 
 
 def _check_model(settings: Settings) -> None:
