@@ -139,7 +139,7 @@ def _feedback(number: int) -> bytes:
 
 
 ROLES = (
-    Role("replica", "infer", "requests", _request, "gracestream_batch_size_sum"),
+    Role("replica", "infer", "requests", _request, "gracestream_step_requests_sum"),
     Role("editor", "edit", "feedback", _feedback, "gracestream_feedback_total{"),
 )
 

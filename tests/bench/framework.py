@@ -32,6 +32,7 @@ BENCHMARKS = {
     "start": "tests.bench.start",
     "lag": "tests.bench.lag",
     "memory": "tests.bench.memory",
+    "serving": "tests.bench.serving",
     "throughput": "tests.bench.throughput",
     "undo": "tests.bench.undo",
     "overhead": "tests.bench.overhead",

@@ -2,13 +2,13 @@
 
 The models are the demo's two. The classifier takes some milliseconds per text, so work around the model counts most.
 The other is a language model. A replica works through a backlog on a local Kafka and Valkey. The loop runs in the
-benchmark's process: the unedited model, the same texts in the same micro-batches, tokenised before. Both use one thread
+benchmark's process: the unedited model, the same texts in the same batches, tokenised before. Both use one thread
 for the model. The replica's other threads, Kafka and Valkey share the other core. Replica and loop take turns, and
 medians of requests per second are compared. The replica's rate comes from Kafka's timestamps of its answers, so that
 nothing polls the replica while it works.
 
 - `throughput/MODEL/of-bare`: the replica's rate divided by the loop's. 1 is the upper bound. The baseline is a goal.
-- `throughput/MODEL/of-unsorted`: divided by the rate of a loop over micro-batches in order of arrival, whatever their
+- `throughput/MODEL/of-unsorted`: divided by the rate of a loop over batches in order of arrival, whatever their
   lengths.
 - `throughput/MODEL/model-share`: the share of the replica's time in which its model runs.
 - `throughput/MODEL/requests_per_second`: the replica's rate; the baseline is the loop's.
@@ -40,8 +40,8 @@ from gracestream.pipeline.kafka.clients import consumer, producer
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.engines.selection import select_batch
 from gracestream.pipeline.model.registry import default_layer
-from gracestream.pipeline.replica.micro_batches import select_batch
 from gracestream.pipeline.replica.request_plane import MAX_UNANSWERED_BATCHES
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.messages import Parameters
@@ -125,7 +125,7 @@ def _unsorted_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]
 
 
 def _replica_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
-    """The micro-batches that a replica forms from a backlog."""
+    """The batches that a replica with the batch engine forms from a backlog."""
     backlog = deque(prompts)
     waiting: list[Prompt] = []
     batches = []
@@ -154,7 +154,7 @@ def _replica_rate(replica: ChildProcess, settings: Settings, before: int, count:
 
 def _model_seconds(settings: Settings) -> float:
     try:
-        return metric(settings.http.port, "gracestream_batch_model_seconds_sum")
+        return metric(settings.http.port, "gracestream_step_seconds_sum")
     except StopIteration:  # no batch yet
         return 0.0
 
