@@ -10,6 +10,8 @@ from gracestream.pipeline.model.checkpoint import (
     suppress_load_warnings,
 )
 from gracestream.pipeline.model.editable import EditableModel, ServedAnswer
+from gracestream.pipeline.model.engines.base import AnswerEngine, Finished
+from gracestream.pipeline.model.engines.choose import EngineName, make_engine
 from gracestream.pipeline.model.layers import LayerError, RepeatedLayer, is_in_decoder, linear_layers, normalize_path
 from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.registry import (
@@ -44,10 +46,13 @@ __all__ = [
     "PROBE_TEXTS",
     "PROMPT_HASH_NORM",
     "AdaptorPass",
+    "AnswerEngine",
     "Batch",
     "CausalGeneration",
     "Classification",
     "EditableModel",
+    "EngineName",
+    "Finished",
     "InputError",
     "LayerError",
     "Limits",
@@ -75,6 +80,7 @@ __all__ = [
     "layer_fault",
     "linear_layers",
     "load_checkpoint",
+    "make_engine",
     "minilm_folder",
     "normalize_path",
     "package_folder",

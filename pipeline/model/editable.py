@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from gracestream.pipeline.codebook import CodebookLookup, Hit, Label
 from gracestream.pipeline.model.adaptor import Adaptor, QueryToken, ReplacedTokens
@@ -52,6 +53,26 @@ class ServedAnswer:
     answer: ModelAnswer
     hit: Hit | None
     near_miss: Hit | None = None
+
+    @classmethod
+    def of(cls, answer: ModelAnswer, match: Hit | None) -> Self:
+        """The answer of a row with this match, served or near miss."""
+        return cls(answer, None, match) if match is not None and match.reason_not_served else cls(answer, match)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """The result of a pass over prompts.
+
+    Attributes:
+        logits_BC: Float32 logits of the next tokens (B, C).
+        cache: Keys and values of the prompts.
+        matches: For each row the entry that serves it or is its near miss, or None; empty without a lookup.
+    """
+
+    logits_BC: Tensor
+    cache: DynamicCache
+    matches: list[Hit | None]
 
 
 class EditableModel:
@@ -247,13 +268,20 @@ class EditableModel:
         serving = self.adaptor.with_codebook(batch, codebook_lookup, row_wording=self.task.wording_getter(batch))
         with torch.inference_mode(), serving as adaptor_pass:
             answers = self.task.run(batch, parameters)
-        served = [
-            ServedAnswer(answer, None, match)
-            if match is not None and match.reason_not_served
-            else ServedAnswer(answer, match)
-            for answer, match in zip(answers, adaptor_pass.matches, strict=True)
-        ]
+        served = [ServedAnswer.of(answer, match) for answer, match in zip(answers, adaptor_pass.matches, strict=True)]
         return self._fall_back_to_unedited(served, prompts, parameters, codebook_lookup) if check_answers else served
+
+    def prefill(self, prompts: Sequence[Prompt], codebook_lookup: CodebookLookup | None) -> Prefill:
+        """Run one pass over prompts of a causal language model; None: without the codebook."""
+        assert isinstance(self.task, CausalGeneration)
+        batch = self.task.batch(prompts)
+        with torch.inference_mode():
+            if codebook_lookup is None:
+                return Prefill(*self.task.prefill(batch), [])
+            serving = self.adaptor.with_codebook(batch, codebook_lookup, row_wording=self.task.wording_getter(batch))
+            with serving as adaptor_pass:
+                logits_BC, cache = self.task.prefill(batch)
+            return Prefill(logits_BC, cache, adaptor_pass.matches)
 
     def _fall_back_to_unedited(
         self,

@@ -57,15 +57,16 @@ REQUEST_SECONDS = Histogram(
     buckets=LATENCY_BUCKETS_SECONDS,
     registry=REPLICA_REGISTRY,
 )
-BATCH_MODEL_SECONDS = Histogram(
-    "gracestream_batch_model_seconds",
-    "The model's time for one batch.",
+STEP_SECONDS = Histogram(
+    "gracestream_step_seconds",
+    "One step of the engine: whole answers (batch engine), or a token of each request (continuous engine).",
     buckets=LATENCY_BUCKETS_SECONDS,
     registry=REPLICA_REGISTRY,
 )
-BATCH_LOOKUP_SECONDS = Histogram(
-    "gracestream_batch_lookup_seconds",
-    "The lookup's part of that: key search and comparison of words. On a GPU it includes the wait for the queries.",
+LOOKUP_SECONDS = Histogram(
+    "gracestream_lookup_seconds",
+    "The lookup of the requests that join a step: key search and comparison of words; on a GPU with the wait for the"
+    " queries.",
     buckets=LOOKUP_BUCKETS_SECONDS,
     registry=REPLICA_REGISTRY,
 )
@@ -75,8 +76,11 @@ BATCH_WAIT_SECONDS = Histogram(
     buckets=ROUND_TRIP_BUCKETS_SECONDS,
     registry=REPLICA_REGISTRY,
 )
-BATCH_SIZE = Histogram(
-    "gracestream_batch_size", "Requests of one batch.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=REPLICA_REGISTRY
+STEP_REQUESTS = Histogram(
+    "gracestream_step_requests",
+    "Requests in one step of the engine.",
+    buckets=(1, 2, 4, 8, 16, 32, 64),
+    registry=REPLICA_REGISTRY,
 )
 REDIS_READ_SECONDS = Histogram(
     "gracestream_redis_read_seconds",

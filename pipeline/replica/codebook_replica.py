@@ -2,7 +2,7 @@
 
 Guarantees:
 
-1. The codebook changes in `sync_to_head` alone, in the model's thread, between micro-batches. Only at start, before any
+1. The codebook changes in `sync_to_head` alone, in the model's thread, between steps. Only at start, before any
    batch, it may be replaced by a snapshot that is not ahead of the head.
 2. It holds every delta up to the head, and never goes back, even if the head in Redis does.
 3. Redis is untrusted input. While it does not answer or contradicts the log, the codebook stays as it is. After

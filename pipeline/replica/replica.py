@@ -2,10 +2,10 @@
 
 How it works (docs/explanation/architecture.md):
 
-1. While the model runs one micro-batch, another thread decodes and tokenises the next requests, and earlier replies are
+1. While the model runs a step, another thread decodes and tokenises the next requests, and earlier replies are
    sent. So the model does not wait for Kafka.
-2. Before each micro-batch the replica reads the head from Redis, and the codebook moves to it. One codebook answers the
-   whole micro-batch.
+2. Before requests join a step, the replica reads the head from Redis, and the codebook moves to it. The requests are
+   answered from that codebook.
 3. Offsets are committed once all replies are in Kafka. A replica that is killed leaves its requests to another replica.
 
 Guarantees:
@@ -33,7 +33,7 @@ from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.observability import Health
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.replica.delta_follower import DeltaFollower
-from gracestream.pipeline.replica.micro_batches import MicroBatcher
+from gracestream.pipeline.replica.engine_runner import EngineRunner
 from gracestream.pipeline.replica.request_handler import (
     PreparedBatch,
     PreparedRequest,
@@ -83,16 +83,12 @@ class Replica:
         self._codebook_replica = CodebookReplica(
             codebook, KeyIndex(codebook, model.device), store, self._follower, settings
         )
-        self._request_handler = RequestHandler(
-            model, self._codebook_replica, settings.kafka, name, check_answers=settings.serving.check_answers
-        )
+        self._request_handler = RequestHandler(model, self._codebook_replica, settings.kafka, name, settings.serving)
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._prepare_thread = ThreadPoolExecutor(1, thread_name_prefix="reading")
-        # Two: a probe of the idle loop that hangs must not delay the head of a micro-batch.
+        # Two: a probe of the idle loop that hangs must not delay the head of a step.
         self._head_thread = ThreadPoolExecutor(2, thread_name_prefix="head")
-        self._micro_batcher = MicroBatcher(
-            self._run_micro_batch, settings.serving.request_batch_size, self._model_thread
-        )
+        self._engine_runner = EngineRunner(self._request_handler.engine, self._run_step, self._model_thread)
         self._waiting_count = 0
         self._fault: HistoryError | DeviceLostError | None = None
         health.state = self._codebook_replica.state
@@ -189,23 +185,27 @@ class Replica:
                 return
 
     async def _answer_requests(self, requests: Sequence[PreparedRequest]) -> AsyncGenerator[list[Reply], None]:
-        """Answer requests in micro-batches. After a fault it never returns, so the requests stay uncommitted."""
+        """Answer requests as the engine finishes them. After a fault it never returns: they stay uncommitted."""
         try:
-            async with aclosing(self._micro_batcher.answer(requests)) as answers:
+            async with aclosing(self._engine_runner.answer(requests)) as answers:
                 async for replies in answers:
                     yield replies
         except (HistoryError, DeviceLostError) as fault:
             await self._park_forever(fault)
 
-    def _run_micro_batch(self, requests: list[PreparedRequest]) -> list[Reply]:
-        """Move the codebook to the head, then answer; runs in the model's thread."""
+    def _run_step(self, joining: list[PreparedRequest]) -> list[tuple[PreparedRequest, Reply]]:
+        """Run a step of the engine. If requests join, move the codebook to the head first.
+
+        It runs in the model's thread.
+        """
         with self._health.busy("model"):
-            codebook_replica = self._codebook_replica
-            pending_head = (
-                None if codebook_replica.redis_unavailable else self._head_thread.submit(codebook_replica.read_head)
-            )
-            codebook_replica.sync_to_head(codebook_replica.wait_for_head(pending_head))
-            return self._request_handler.answer(requests)
+            if joining:
+                codebook_replica = self._codebook_replica
+                pending_head = (
+                    None if codebook_replica.redis_unavailable else self._head_thread.submit(codebook_replica.read_head)
+                )
+                codebook_replica.sync_to_head(codebook_replica.wait_for_head(pending_head))
+            return self._request_handler.step(joining)
 
     async def _wait_for_first_delta(self, batch: PreparedBatch, started_at: float) -> bool:
         """Wait until the first delta that these requests need is published; False if waiting longer is useless."""
@@ -223,7 +223,7 @@ class Replica:
         return may_arrive
 
     async def _follow_head(self) -> None:
-        """Keep the codebook at the head while no micro-batch does."""
+        """Keep the codebook at the head while no requests join."""
         while True:
             await self._sync_to_head(probe=True)
             await asyncio.sleep(FAST_POLL_SECONDS if self._waiting_count else IDLE_POLL_SECONDS)

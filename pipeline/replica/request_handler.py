@@ -1,8 +1,8 @@
-"""Prepares request records and answers them, one micro-batch from one codebook.
+"""Prepares request records, and answers them with an engine.
 
 Guarantees:
 
-1. `prepare` and `answer` are separate, so that one thread prepares requests while the model runs others.
+1. `prepare` and `step` are separate, so that one thread prepares requests while the model runs others.
 2. Bad requests do not affect others. A record that cannot be read is dead-lettered. A request on which the model fails
    gets a prediction with `error`.
 3. A reply carries its request's headers and goes to the topic that they name (`pipeline.kafka.resolve_reply_address`).
@@ -21,7 +21,6 @@ from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from gracestream.pipeline.codebook import OUTSIDE_RADIUS_REASON, CodebookLookup, Hit, WordingGetter
-from gracestream.pipeline.device import raise_if_device_lost
 from gracestream.pipeline.kafka import (
     DEFAULT_REPLY_ADDRESS,
     MAX_UNTRUNCATED_BYTES,
@@ -32,16 +31,17 @@ from gracestream.pipeline.kafka import (
     dead_letter_for,
     resolve_reply_address,
 )
-from gracestream.pipeline.model import EditableModel, InputError, Prompt, ServedAnswer
+from gracestream.pipeline.model import AnswerEngine, EditableModel, Finished, InputError, Prompt, make_engine
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
-from gracestream.pipeline.settings import KafkaSettings
+from gracestream.pipeline.settings import KafkaSettings, ServingSettings
 from gracestream.schemas.messages import (
     SCHEMA_VERSION,
     AppliedEdit,
     InvalidMessage,
     NearMiss,
     NearMissReason,
+    Parameters,
     Prediction,
     Request,
     decode,
@@ -113,7 +113,7 @@ class PreparedRequest:
         record: The record that it came in.
         request: As decoded.
         prompt: Its tokens.
-        batch_key: Requests with the same key may share a micro-batch.
+        batch_key: Requests with the same key may share a batch.
         address: The topic and headers of its reply.
     """
 
@@ -127,6 +127,11 @@ class PreparedRequest:
     def min_seq(self) -> int:
         """The delta that the answer must include; 0: any."""
         return 0 if self.request.min_seq is UNSET else self.request.min_seq
+
+    @property
+    def parameters(self) -> Parameters:
+        """The options of generation."""
+        return self.request.parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +155,16 @@ class TimedLookup(CodebookLookup):
         """As `CodebookLookup.find_hits`."""
         started = time.perf_counter()
         hits = super().find_hits(queries_BD, get_wording)
-        metrics.BATCH_LOOKUP_SECONDS.observe(time.perf_counter() - started)
+        metrics.LOOKUP_SECONDS.observe(time.perf_counter() - started)
         return hits
 
 
 class RequestHandler:
-    """Answers with one model and one codebook replica. `answer` runs in the model's thread; the rest in any."""
+    """Answers with one model and one codebook replica. `step` runs in the model's thread; the rest in any.
+
+    Attributes:
+        engine: Runs the model.
+    """
 
     def __init__(
         self,
@@ -163,12 +172,23 @@ class RequestHandler:
         codebook_replica: CodebookReplica,
         kafka: KafkaSettings,
         replica_name: str,
-        *,
-        check_answers: bool,
+        serving: ServingSettings,
     ) -> None:
+        """Choose the engine that the settings ask for.
+
+        Raises:
+            UserError: the model does not support it.
+        """
         self._model, self._codebook_replica = model, codebook_replica
-        self._kafka, self._replica_name, self._check_answers = kafka, replica_name, check_answers
-        self._lookup = TimedLookup(codebook_replica.codebook, codebook_replica.index)
+        self._kafka, self._replica_name = kafka, replica_name
+        self.engine: AnswerEngine[PreparedRequest] = make_engine(
+            serving.engine,
+            model,
+            TimedLookup(codebook_replica.codebook, codebook_replica.index),
+            max_rows=serving.request_batch_size,
+            check_answers=serving.check_answers,
+            on_fallback=_warn_of_batch_engine,
+        )
 
     def prepare(self, records: Iterable[RequestRecord]) -> PreparedBatch:
         """Decode and tokenise records. Those that cannot be answered get their replies at once."""
@@ -200,41 +220,30 @@ class RequestHandler:
             for request in requests
         ]
 
-    def answer(self, requests: Sequence[PreparedRequest]) -> list[Reply]:
-        """Answer requests of one batch key, one reply each, from the codebook as it is now.
+    def step(self, joining: Sequence[PreparedRequest]) -> list[tuple[PreparedRequest, Reply]]:
+        """Run one step of the engine; the requests that finished, with their replies.
 
-        If the model fails, each request is answered alone, so that only the request at fault gets an error.
+        Joining requests are answered from the codebook as it is now.
 
         Raises:
             DeviceLostError: the device failed, so no request can be answered.
         """
-        metrics.BATCH_SIZE.observe(len(requests))
-        try:
-            with metrics.BATCH_MODEL_SECONDS.time():
-                served = self._model.answer(
-                    [request.prompt for request in requests],
-                    [request.request.parameters for request in requests],
-                    self._lookup,
-                    check_answers=self._check_answers,
-                )
-        except Exception as error:  # noqa: BLE001  (a request that breaks the model must not affect the others)
-            raise_if_device_lost(error)
-            failure = f"{type(error).__name__}: {to_one_line(error)}"
-        else:
-            return [self._answer_reply(request, answer) for request, answer in zip(requests, served, strict=True)]
-        # Outside the `except` block: its error holds the frames of the failed pass, and so tensors in device memory.
-        if len(requests) == 1:
+        metrics.STEP_REQUESTS.observe(len(joining) + self.engine.active)
+        with metrics.STEP_SECONDS.time():
+            finished = self.engine.step(joining)
+        return [(one.request, self._finished_reply(one)) for one in finished]
+
+    def _finished_reply(self, finished: Finished[PreparedRequest]) -> Reply:
+        """The prediction for an answer, with the edit that served it or the near miss; or an error."""
+        served, view = finished.served, finished.view
+        if served is None or view is None:
             log.warning(
                 "request_failed",
-                request_id=requests[0].request.request_id,
-                reason=failure,
+                request_id=finished.request.request.request_id,
+                reason=finished.failure,
                 consequence="its prediction has an error instead of an answer; other requests are not affected",
             )
-            return [self._error_reply(requests[0], f"the model failed: {failure}")]
-        return [reply for request in requests for reply in self.answer([request])]
-
-    def _answer_reply(self, prepared: PreparedRequest, served: ServedAnswer) -> Reply:
-        """The prediction for an answer, with the edit that served it or the near miss."""
+            return self._error_reply(finished.request, f"the model failed: {finished.failure}")
         metrics.REQUESTS_TOTAL.labels("ok").inc()
         hit = served.hit
         if hit is not None:
@@ -250,14 +259,20 @@ class RequestHandler:
                 radius=missed.radius,
                 reason=reason,
                 detail=missed.reason_not_served or UNSET,
-                target=self._model.task.decode_label(self._codebook_replica.codebook.labels[missed.slot]),
+                target=self._model.task.decode_label(view.label),
             )
         score = UNSET if served.answer.score is None else served.answer.score
-        prediction = self._empty_prediction(prepared.request.request_id, prepared.record)
+        prediction = self._empty_prediction(finished.request.request.request_id, finished.request.record)
         prediction = msgspec.structs.replace(
-            prediction, outputs=served.answer.outputs, score=score, edit=edit, near_miss=near_miss
+            prediction,
+            codebook_seq=view.seq,
+            term=view.term,
+            outputs=served.answer.outputs,
+            score=score,
+            edit=edit,
+            near_miss=near_miss,
         )
-        return _prediction_reply(prediction, prepared.record, prepared.address)
+        return _prediction_reply(prediction, finished.request.record, finished.request.address)
 
     def _error_reply(self, prepared: PreparedRequest, reason: str) -> Reply:
         """A prediction with `error` instead of an answer."""
@@ -294,6 +309,15 @@ class RequestHandler:
             replica=self._replica_name,
             latency_ms=round(1000 * seconds, 3),
         )
+
+
+def _warn_of_batch_engine(reason: str) -> None:
+    """Log that the continuous engine cannot run the model."""
+    log.warning(
+        "continuous_engine_unsupported",
+        reason=reason,
+        consequence="the batch engine answers: a short answer waits for the longest of its batch",
+    )
 
 
 def _prediction_reply(prediction: Prediction, record: RequestRecord, address: ReplyAddress) -> Reply:

@@ -1,4 +1,6 @@
-"""Settings of replicas: micro-batches, waits, and the check of answers."""
+"""Settings of replicas: the engine, waits, and the check of answers."""
+
+from typing import Literal
 
 from pydantic import Field, FiniteFloat
 
@@ -12,6 +14,13 @@ class ServingSettings(SettingsGroup):
         True,
         description="If the value of an entry does not produce its target on a prompt, answer unedited (near miss).",
     )
-    request_batch_size: int = Field(16, ge=1, description="Limit on the requests in one micro-batch.")
-    batch_max_wait: FiniteFloat = Field(0.02, ge=0, description="Seconds that a micro-batch waits for more requests.")
+    engine: Literal["auto", "batch", "continuous"] = Field(
+        "auto",
+        description="How requests share the model: `batch` (whole answers together) or `continuous` (they join and"
+        " leave between tokens). `auto` is continuous for causal language models that support it.",
+    )
+    request_batch_size: int = Field(16, ge=1, description="Limit on the requests in the model at one time.")
+    batch_max_wait: FiniteFloat = Field(
+        0.02, ge=0, description="Seconds that requests from Kafka wait for more, to be taken together."
+    )
     min_seq_wait: FiniteFloat = Field(5.0, ge=0, description="Seconds that a request waits for its `min_seq`.")

@@ -28,7 +28,7 @@ from gracestream.pipeline.stores.redis_bounds import BoundedParser, ask_redis
 def redis_client(settings: RedisSettings, timeout: float = 1.0) -> Redis:
     """A Redis client. An answer, and a connection, must arrive within `timeout` seconds.
 
-    The limit keeps a lost Redis from delaying a micro-batch for long.
+    The limit keeps a lost Redis from delaying requests for long.
     """
     return Redis.from_url(
         settings.url,

@@ -38,6 +38,7 @@ MEANINGS = {
         "killed_after_stall": "One piece of work exceeded the limit by a minute; `reason` names the part that stalled.",
     },
     "Replicas": {
+        "continuous_engine_unsupported": "The model cannot decode rows of different ages together; `reason` says why.",
         "snapshot_loaded": "The replica starts from this snapshot.",
         "snapshot_rejected": "A snapshot is missing or corrupt, belongs to another log, or exceeds the memory.",
         "snapshot_search_failed": "Kafka or the snapshot store does not answer, so no snapshot was found.",

@@ -14,8 +14,6 @@ from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.editor.accepted_feedback import admission_from_settings
 from gracestream.pipeline.kafka.clients import producer
-from gracestream.pipeline.model.batch import Prompt
-from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.observability.health import Health
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.replica.delta_follower import DeltaFollower
@@ -222,37 +220,36 @@ def test_bad_feedback_is_set_aside_and_good_beside_it_taken(running: Users) -> N
     assert len(outcomes_in_log(settings)) == len(ids)
 
 
-class Fragile:
-    """A model that one prompt breaks, as an out-of-memory or a defect would."""
-
-    def __init__(self, model: EditableModel, prompt: str) -> None:
-        self._model, self._breaking = model, model.task.tokenize(prompt)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def answer(self, prompts: Sequence[Prompt], *rest: Any, **how: Any) -> Any:
-        if self._breaking in prompts:
-            raise RuntimeError("a tensor of no shape")
-        return self._model.answer(prompts, *rest, **how)
+def replies_of(handler: RequestHandler, records: Sequence[RequestRecord]) -> list[Prediction]:
+    """The predictions for records that arrive together."""
+    finished = handler.step(handler.prepare(records).requests)
+    while handler.engine.active:
+        finished += handler.step([])
+    return [decode(reply.value, Prediction) for _, reply in finished]
 
 
-def test_a_request_on_which_the_model_fails_fails_alone(kafka: str, redis_url: str, prefix: str) -> None:
-    settings = settings_for(kafka, redis_url, prefix)
-    whole = editable("llama")
-    codebook = Codebook("default", whole.fingerprint, whole.layer)
+@pytest.mark.parametrize("engine", ["batch", "continuous"])
+def test_a_request_on_which_the_model_fails_fails_alone(kafka: str, redis_url: str, prefix: str, engine: str) -> None:
+    settings = settings_for(kafka, redis_url, prefix, engine=engine)
+    model = editable("llama")
+    codebook = Codebook("default", model.fingerprint, model.layer)
     store = RedisHeadStore(redis_client(settings.redis), settings.kafka.topic_prefix, settings.model.codebook)
-    mirror = CodebookReplica(codebook, KeyIndex(codebook, whole.device), store, DeltaFollower(settings.kafka), settings)
+    mirror = CodebookReplica(codebook, KeyIndex(codebook, model.device), store, DeltaFollower(settings.kafka), settings)
+    handler = RequestHandler(model, mirror, settings.kafka, "replica", settings.serving)
     prompts = texts(4, seed=5)
-    fragile: Any = Fragile(whole, prompts[2])
-    server = RequestHandler(fragile, mirror, settings.kafka, "replica", check_answers=True)
+    words = [set(prompt.split()) for prompt in prompts]
+    (breaking,) = model.task.tokenize(min(words[2] - words[0] - words[1] - words[3])).token_ids
+
+    def fail(_module: object, args: Any) -> None:
+        if args[0].shape[1] > 1 and (args[0] == breaking).any():
+            raise RuntimeError("a tensor of no shape")
+
+    model.module.get_input_embeddings().register_forward_pre_hook(fail)
     given = [
         RequestRecord(encode(question(f"q{number}", prompt)), "requests", 0, number, 0.0)
         for number, prompt in enumerate(prompts)
     ]
-    replies = server.answer(server.prepare(given).requests)
-    answers = {answer.request_id: answer for answer in (decode(reply.value, Prediction) for reply in replies)}
-    assert len(replies) == len(prompts)
+    answers = {answer.request_id: answer for answer in replies_of(handler, given)}
     assert answers["q2"].error == "the model failed: RuntimeError: a tensor of no shape"
     assert [answers[fid].error for fid in ("q0", "q1", "q3")] == [UNSET] * 3
 
@@ -299,9 +296,10 @@ def test_an_answer_that_is_not_the_entrys_target_is_never_published(kafka: str, 
     record = RequestRecord(encode(question("q", prompt)), "requests", 0, 0, 0.0)
 
     def served(*, check_answers: bool = True) -> Prediction:
-        server = RequestHandler(model, mirror, settings.kafka, "replica", check_answers=check_answers)
-        (reply,) = server.answer(server.prepare([record]).requests)
-        return decode(reply.value, Prediction)
+        serving = settings.serving.model_copy(update={"check_answers": check_answers})
+        handler = RequestHandler(model, mirror, settings.kafka, "replica", serving)
+        (prediction,) = replies_of(handler, [record])
+        return prediction
 
     unedited = served()
     (query_D,) = model.queries([model.task.tokenize(prompt)]).numpy()

@@ -135,10 +135,8 @@ class TestServing:
                 for worker in workers:
                     wait_until(partial(observed, worker, histogram), 30, f"{worker.name}'s {histogram}")
         for replica in system.replicas:
-            lookup, model = (
-                metric(replica.port, f"gracestream_batch_{part}_seconds_sum") for part in ("lookup", "model")
-            )
-            assert 0 < lookup < model
+            lookup, step = (metric(replica.port, f"gracestream_{part}_seconds_sum") for part in ("lookup", "step"))
+            assert 0 < lookup < step
 
     def test_a_correction_is_right_on_both_replicas_once_it_has_its_outcome(self, system: System) -> None:
         prompt, target = PROMPTS[0], TARGETS[system.kind]

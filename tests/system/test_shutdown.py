@@ -22,6 +22,7 @@ from gracestream.deploy.local.redis import LocalRedis
 from gracestream.pipeline.kafka.clients import consumer
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.engines.continuous import ContinuousEngine
 from gracestream.pipeline.replica.replica import Replica
 from gracestream.pipeline.settings import VARIABLES, Settings
 from gracestream.pipeline.stores.snapshot_files import SnapshotStore
@@ -135,7 +136,7 @@ def test_an_answer_that_takes_too_long_is_left_to_another_replica(
         hasty.wait_ready(90)
         with users.client.predictions() as replies:
             users.client.send(asked, partition=0)
-            wait_until(lambda: metric(hasty.port, "gracestream_batch_size_count") > 0)
+            wait_until(lambda: metric(hasty.port, "gracestream_step_requests_count") > 0)
             hasty.process.terminate()
             wait_until(lambda: not members(slow), what="an empty group")
             assert hasty.wait(10) == 1
@@ -153,7 +154,7 @@ def test_a_batch_longer_than_the_session_keeps_its_replica_in_the_group_and_is_a
     with Forked("replica", "infer", slow, folder) as replica:
         replica.wait_ready(90)
         users.ask(question("short", PROMPTS[0], parameters=Parameters(max_new_tokens=200, min_new_tokens=200)))
-        speed = metric(replica.port, "gracestream_batch_model_seconds_sum") / 200
+        speed = metric(replica.port, "gracestream_step_seconds_sum") / 200
         asked = long_answers(1 + int(2 * slow.kafka.session_timeout / (TOKENS * speed)))
         (member,) = members(slow)
         with users.client.predictions() as replies:
@@ -166,7 +167,7 @@ def test_a_batch_longer_than_the_session_keeps_its_replica_in_the_group_and_is_a
                 return len(replies.wait([request.request_id for request in asked], 0.2)) == len(asked)
 
             wait_until(all_there, 120)
-        assert metric(replica.port, "gracestream_batch_model_seconds_sum") > slow.kafka.session_timeout
+        assert metric(replica.port, "gracestream_step_seconds_sum") > slow.kafka.session_timeout
         assert met == {member}
     assert answered(slow) == Counter(["short", *(request.request_id for request in asked)])
 
@@ -222,7 +223,7 @@ def test_a_second_signal_ends_a_worker_at_once(
     with Forked("replica", "infer", slow, folder, shutdown_timeout=600) as replica:
         replica.wait_ready(90)
         users.client.send(long_answers(10), partition=0)
-        wait_until(lambda: metric(replica.port, "gracestream_batch_size_count") > 0)
+        wait_until(lambda: metric(replica.port, "gracestream_step_requests_count") > 0)
         replica.process.terminate()
         wait_until(lambda: "stopping" in replica.said())
         assert replica.running
@@ -258,7 +259,7 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
             running.enter_context(worker).wait_ready(90)
         users.client.send(asked)
         users.client.send(flagged)
-        wait_until(lambda: metric(replica.port, "gracestream_batch_size_count") > 0)
+        wait_until(lambda: metric(replica.port, "gracestream_step_requests_count") > 0)
         wait_until(lambda: psutil.Process(committing.process.pid).status() == psutil.STATUS_STOPPED)
         leave(own_kafka)
         committing.go_on()
@@ -365,13 +366,13 @@ def test_an_editor_whose_upload_of_a_snapshot_hangs_ends_in_order(
 
 
 def never_answer() -> None:
-    """Every pass of the model hangs, and says so first."""
+    """Every step of the engine hangs, and says so first."""
 
-    def answer(*_: object, **__: object) -> None:
+    def step(*_: object) -> None:
         print('{"event": "hanging"}', file=sys.stderr, flush=True)
         threading.Event().wait()
 
-    EditableModel.answer = answer  # type: ignore[assignment,method-assign]
+    ContinuousEngine.step = step  # type: ignore[assignment,method-assign]
 
 
 def test_a_replica_whose_model_never_answers_ends_in_time(deployment: Settings, users: Users, folder: Path) -> None:

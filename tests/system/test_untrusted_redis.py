@@ -542,7 +542,7 @@ class TestARedisThatHangs:
                 for number in range(20):
                     users.ask(question(f"q{number}", PROMPT))
                 probes = time.monotonic() - started + 2
-                assert metric(replica.port, "gracestream_batch_size_count") >= 20
+                assert metric(replica.port, "gracestream_step_requests_count") >= 20
                 assert len(listener.taken) - asked <= probes, "each takes a second, and one asks at a time"
 
     def test_batches_ask_again_once_it_goes_on(

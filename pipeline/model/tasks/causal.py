@@ -9,9 +9,16 @@ from dataclasses import replace as replace_in
 from typing import Any
 
 import torch
+from msgspec import UNSET
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessorList
 from transformers.cache_utils import DynamicLayer
+from transformers.generation import (
+    ForcedBOSTokenLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from gracestream.pipeline.codebook import Label
 from gracestream.pipeline.model.activation_cache import pad_and_concat
@@ -20,7 +27,7 @@ from gracestream.pipeline.model.batch import Batch, LastTurn, Prompt
 from gracestream.pipeline.model.chat import ChatError, ChatTemplate
 from gracestream.pipeline.model.tasks.base import InputError, Limits, TargetPass
 from gracestream.pipeline.model.tasks.generation import Generation, label_logits
-from gracestream.schemas.messages import Inputs, is_chat
+from gracestream.schemas.messages import Inputs, Parameters, is_chat
 
 POSITIONAL_INPUTS = ("input_ids", "position_ids")
 """The arguments that describe only their own positions; the attention mask also covers cached positions."""
@@ -52,9 +59,63 @@ class CausalGeneration(Generation):
 
     def forward_prompt(self, batch: Batch) -> None:
         """Run one pass with positions counted from each row's first unpadded token, as in generation."""
-        positions_BT = (batch.kwargs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+        positions_BT = _positions(batch.kwargs["attention_mask"])
         position_kwargs = {"position_ids": positions_BT} if self._accepts_argument("position_ids") else {}
         self.model(**batch.kwargs, **position_kwargs, use_cache=False)
+
+    def prefill(self, batch: Batch) -> tuple[Tensor, DynamicCache]:
+        """Run one pass over prompts: float32 logits (B, C) of the next tokens, and all keys and values."""
+        cache = DynamicCache()
+        logits_BC = self._next_logits(
+            input_ids=batch.kwargs["input_ids"],
+            attention_mask=batch.kwargs["attention_mask"],
+            position_ids=_positions(batch.kwargs["attention_mask"]),
+            past_key_values=cache,
+        )
+        return logits_BC, cache
+
+    def decode(self, tokens_B: Sequence[int], mask_BT: Tensor, positions_B1: Tensor, cache: DynamicCache) -> Tensor:
+        """Run one pass over one token of each row after cached ones: float32 logits (B, C) of the next tokens.
+
+        Args:
+            tokens_B: Token ids.
+            mask_BT: The cached tokens and the new one.
+            positions_B1: Position of each new token.
+            cache: Keys and values of the cached tokens. The pass adds those of the new ones.
+        """
+        device = self.model.device
+        return self._next_logits(
+            input_ids=torch.tensor(tokens_B, device=device)[:, None],
+            attention_mask=mask_BT.to(device),
+            position_ids=positions_B1.to(device),
+            past_key_values=cache,
+        )
+
+    def logits_processors(self, parameters: Parameters, num_prompt_tokens: int) -> LogitsProcessorList:
+        """What `generate` does to the logits of a request with these parameters, in the same order."""
+        processors = LogitsProcessorList()
+        if parameters.repetition_penalty not in (UNSET, 1.0):
+            processors.append(RepetitionPenaltyLogitsProcessor(parameters.repetition_penalty))
+        if parameters.no_repeat_ngram_size:
+            processors.append(NoRepeatNGramLogitsProcessor(parameters.no_repeat_ngram_size))
+        if parameters.min_new_tokens and self.eos_token_ids:
+            processors.append(
+                MinNewTokensLengthLogitsProcessor(
+                    num_prompt_tokens, parameters.min_new_tokens, sorted(self.eos_token_ids), self.model.device
+                )
+            )
+        if self._config.forced_bos_token_id is not None:
+            processors.append(ForcedBOSTokenLogitsProcessor(self._config.forced_bos_token_id))
+        return processors
+
+    def _next_logits(self, position_ids: Tensor, **kwargs: Any) -> Tensor:
+        """The logits of the last token of each row, in one pass with a cache."""
+        if self._accepts_argument("position_ids"):
+            kwargs["position_ids"] = position_ids
+        if self._accepts_argument("logits_to_keep"):
+            kwargs["logits_to_keep"] = 1
+        logits_BTC: Tensor = self.model(**kwargs, use_cache=True).logits
+        return logits_BTC[:, -1].float()
 
     def make_target_pass(self, inputs: Inputs, label: Label) -> TargetPass:
         """Prompt and target in one row. The last target token predicts nothing, so it is left out.
@@ -190,6 +251,11 @@ class CausalGeneration(Generation):
 
     def _accepts_argument(self, name: str) -> bool:
         return name in inspect.signature(self.model.forward).parameters
+
+
+def _positions(mask_BT: Tensor) -> Tensor:
+    """The position of each token, counted from its row's first unpadded token."""
+    return (mask_BT.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def _make_cache(past_key_values: Sequence[tuple[Tensor, Tensor]]) -> DynamicCache:

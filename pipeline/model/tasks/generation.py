@@ -24,13 +24,17 @@ from gracestream.schemas.messages import Inputs, Outputs, Parameters
 
 
 class Generation(ModelTask):
-    """The base of tasks that generate text."""
+    """The base of tasks that generate text.
+
+    Attributes:
+        eos_token_ids: The end tokens.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, limits: Limits, is_decoder_layer: bool) -> None:
         super().__init__(model, tokenizer, limits, is_decoder_layer)
         checkpoint_config = model.generation_config
         end_ids = checkpoint_config.eos_token_id
-        self._eos_token_ids = {*(end_ids if isinstance(end_ids, list) else [end_ids]), tokenizer.eos_token_id} - {None}
+        self.eos_token_ids = {*(end_ids if isinstance(end_ids, list) else [end_ids]), tokenizer.eos_token_id} - {None}
         start_id = checkpoint_config.decoder_start_token_id
         start_id = getattr(model.config, "decoder_start_token_id", None) if start_id is None else start_id
         self._config = GenerationConfig(
@@ -38,7 +42,7 @@ class Generation(ModelTask):
             num_beams=1,
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=checkpoint_config.bos_token_id,
-            eos_token_id=sorted(self._eos_token_ids) or None,
+            eos_token_id=sorted(self.eos_token_ids) or None,
             decoder_start_token_id=tokenizer.pad_token_id if start_id is None else start_id,
             forced_bos_token_id=checkpoint_config.forced_bos_token_id,
         )
@@ -76,12 +80,16 @@ class Generation(ModelTask):
     def run(self, batch: Batch, parameters: Sequence[Parameters]) -> list[ModelAnswer]:
         """Generated text without the prompt, special tokens, and white space around it."""
         config = copy.copy(self._config)
-        config.max_new_tokens = self._max_new_tokens(parameters[0]) + self._num_forced_tokens
+        config.max_new_tokens = self.max_generated_tokens(parameters[0])
         for name in ("min_new_tokens", "repetition_penalty", "no_repeat_ngram_size"):
             if (value := getattr(parameters[0], name)) is not UNSET:
                 setattr(config, name, value)
         generated_BT = self.model.generate(**batch.kwargs, generation_config=config)
-        return [self._to_answer(row) for row in generated_BT[:, self._num_leading_tokens(batch) :].tolist()]
+        return [self.to_answer(row) for row in generated_BT[:, self._num_leading_tokens(batch) :].tolist()]
+
+    def max_generated_tokens(self, parameters: Parameters) -> int:
+        """Limit on the tokens of an answer, with forced ones."""
+        return self._max_new_tokens(parameters) + self._num_forced_tokens
 
     def wording(self, prompt: Prompt) -> str:
         """The wording of the prompt's text; for a chat, of its last message.
@@ -117,7 +125,7 @@ class Generation(ModelTask):
 
     def decode_label(self, label: Label) -> str:
         """The target of a label, without end tokens."""
-        return self._decode([token_id for token_id in label if token_id not in self._eos_token_ids])
+        return self._decode([token_id for token_id in label if token_id not in self.eos_token_ids])
 
     def matches_target(self, answer: ModelAnswer, label: Label, parameters: Parameters) -> bool:
         """True if the answer is the target, or the part of it that fits the request's `max_new_tokens`.
@@ -127,7 +135,7 @@ class Generation(ModelTask):
         text = answer.outputs.text
         assert text is not UNSET
         expected = self.decode_label(label[: self._max_new_tokens(parameters)])
-        may_continue = parameters.min_new_tokens is not UNSET or label[-1] not in self._eos_token_ids
+        may_continue = parameters.min_new_tokens is not UNSET or label[-1] not in self.eos_token_ids
         return text.startswith(expected) if may_continue else text == expected
 
     def _target_ids(self, inputs: Inputs, target: str) -> list[int]:
@@ -135,9 +143,10 @@ class Generation(ModelTask):
         token_ids: list[int] = self._text_tokenizer(target, add_special_tokens=False, verbose=False)["input_ids"]
         return token_ids
 
-    def _to_answer(self, token_ids: list[int]) -> ModelAnswer:
+    def to_answer(self, token_ids: list[int]) -> ModelAnswer:
+        """The answer of generated token ids, up to the first end token."""
         end = next(
-            (position for position, token_id in enumerate(token_ids) if token_id in self._eos_token_ids), len(token_ids)
+            (position for position, token_id in enumerate(token_ids) if token_id in self.eos_token_ids), len(token_ids)
         )
         return ModelAnswer(Outputs(text=self._decode(token_ids[:end])))
 

@@ -1,18 +1,14 @@
 """A fault of the device is told from a fault of one input: only the second becomes an answer."""
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from msgspec import UNSET
 
 from gracestream.pipeline import device
-from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.device import (
     CUDA_ENVIRONMENT_DEFAULTS,
     TF32_OVERRIDES,
@@ -22,15 +18,7 @@ from gracestream.pipeline.device import (
     raise_if_device_lost,
 )
 from gracestream.pipeline.model.checkpoint import ModelError, resolve_device
-from gracestream.pipeline.replica.codebook_replica import CodebookReplica
-from gracestream.pipeline.replica.delta_follower import DeltaFollower
-from gracestream.pipeline.replica.request_handler import RequestHandler, RequestRecord
 from gracestream.pipeline.search.key_search import retry_on_memory_error
-from gracestream.pipeline.settings import load_settings
-from gracestream.pipeline.stores.redis_client import redis_client
-from gracestream.pipeline.stores.redis_head import RedisHeadStore
-from gracestream.schemas.messages import Prediction, Request, decode, encode
-from tests.support.tiny_models import Failing, editable, texts
 
 
 @pytest.mark.parametrize(
@@ -151,59 +139,3 @@ class TestWithoutCuda:
         with pytest.raises(ModelError, match=f"^GRACESTREAM_DEVICE is cuda, but .*{expected}"):
             resolve_device("cuda")
         assert resolve_device("auto") == "cpu"
-
-
-@contextlib.contextmanager
-def failing(error: Exception, room: int) -> Any:
-    """A server of a model of which one layer fails, that layer, and a batch of four records."""
-    model = editable("llama")
-    layers = model.module.model.layers
-    layers[2].mlp = Failing(layers[2].mlp, error, room)
-    settings = load_settings()
-    codebook = Codebook("default", model.fingerprint, model.layer)
-    with redis_client(settings.redis) as client:
-        mirror = CodebookReplica(
-            codebook,
-            KeyIndex(codebook, model.device),
-            RedisHeadStore(client, settings.kafka.topic_prefix, settings.model.codebook),
-            DeltaFollower(settings.kafka),
-            settings,
-        )
-        yield (
-            RequestHandler(model, mirror, settings.kafka, "replica", check_answers=settings.serving.check_answers),
-            layers[2].mlp,
-        )
-
-
-def batch(server: RequestHandler) -> Any:
-    prompts = texts(4, seed=2)
-    requests = [Request(v=1, request_id=f"q{number}", inputs=prompt) for number, prompt in enumerate(prompts)]
-    work = server.prepare(RequestRecord(encode(one), "requests", 0, place, 0.0) for place, one in enumerate(requests))
-    return work.requests
-
-
-def answers(replies: Sequence[Any]) -> dict[str, Prediction]:
-    return {prediction.request_id: prediction for prediction in (decode(reply.value, Prediction) for reply in replies)}
-
-
-def test_a_dead_context_answers_nothing() -> None:
-    error = torch.AcceleratorError("CUDA error: unspecified launch failure")
-    with failing(error, room=0) as (server, _), pytest.raises(DeviceLostError, match="unspecified launch failure"):
-        server.answer(batch(server))
-
-
-def test_a_batch_that_does_not_fit_is_answered_one_by_one() -> None:
-    with failing(torch.OutOfMemoryError("CUDA out of memory"), room=1) as (server, layer):
-        found = answers(server.answer(batch(server)))
-    assert layer.batches[0] == 4
-    assert set(layer.batches[1:]) == {1}
-    assert sorted(found) == ["q0", "q1", "q2", "q3"]
-    assert all(prediction.error is UNSET for prediction in found.values())
-
-
-def test_a_request_that_does_not_fit_alone_is_told_so() -> None:
-    with failing(torch.OutOfMemoryError("CUDA out of memory"), room=0) as (server, _):
-        found = answers(server.answer(batch(server)))
-    assert {prediction.error for prediction in found.values()} == {
-        "the model failed: OutOfMemoryError: CUDA out of memory"
-    }
