@@ -86,22 +86,16 @@ class EngineRunner:
 
     def _run_step(self) -> None:
         """Let requests join, run a step, and hand out the replies; runs in the model's thread."""
-        with self._lock:
-            joining = self._select()
         finished: list[tuple[PreparedRequest, Reply]] = []
-        failure: Exception | None = None
-        if self._active:
-            try:
+        try:
+            with self._lock:
+                joining = self._select()
+            if self._active:
                 finished = self._step(joining)
-            except Exception as error:  # noqa: BLE001  (`answer` raises it to its caller)
-                failure = error
+        except Exception as error:  # noqa: BLE001  (`answer` raises it to its caller)
+            with self._lock:
+                self._fail_active(error)
         with self._lock:
-            if failure is not None:  # the engine's state is unknown
-                self._engine.drop([pending.prepared for pending in self._active.values()])
-                receivers = {id(pending.reply_queue): pending for pending in self._active.values()}
-                self._active.clear()
-                for pending in receivers.values():
-                    pending.loop.call_soon_threadsafe(pending.reply_queue.put_nowait, failure)
             self._hand_out(finished)
             self._is_scheduled = False
             self._schedule()  # behind other work queued in the executor
@@ -118,6 +112,14 @@ class EngineRunner:
         self._waiting = [pending for index, pending in enumerate(self._waiting) if index not in chosen]
         self._active |= {id(pending.prepared): pending for pending in joining}
         return [pending.prepared for pending in joining]
+
+    def _fail_active(self, error: Exception) -> None:
+        """Give an error to those who wait for active requests, which leave the engine."""
+        self._engine.drop([pending.prepared for pending in self._active.values()])
+        receivers = {id(pending.reply_queue): pending for pending in self._active.values()}
+        self._active.clear()
+        for pending in receivers.values():
+            pending.loop.call_soon_threadsafe(pending.reply_queue.put_nowait, error)
 
     def _hand_out(self, finished: Sequence[tuple[PreparedRequest, Reply]]) -> None:
         """Give the replies to those who wait for them, in one piece each."""
