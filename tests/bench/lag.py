@@ -16,16 +16,26 @@ is so small that training hardly counts: add the time of an edit of your model.
 - `lag/take-over/stopped`: the same after SIGTERM.
 
 `median` and `p90` are over 60 corrections. `seconds` is the median of three take-overs, `longest` the maximum.
+
+Then eight replicas follow one leader:
+
+- `lag/idle`: from the commit of a delta until the last of eight replicas has applied it, without requests.
+- `lag/busy`: the same, while the replicas together get 40 requests a second.
+
+Both come from the times in the workers' logs, over 200 corrections. The baseline of `p99` is the goal.
 """
 
+import itertools
 import json
 import os
 import signal
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +53,11 @@ from tests.support.tiny_models import WORDS, tokenizer
 CORRECTIONS, QUICK_CORRECTIONS = 60, 10
 TAKEOVERS = 3
 
+MANY_REPLICAS = 8
+MANY_CORRECTIONS, QUICK_MANY_CORRECTIONS = 200, 20
+REQUESTS_PER_SECOND = 40
+LIVE_GOAL_MS = 50.0
+
 
 def run(options: Options) -> Iterator[Row]:
     """The rows of corrections, then of take-overs. `--quick` measures few of both."""
@@ -57,7 +72,7 @@ def run(options: Options) -> Iterator[Row]:
             layer="model.layers[0].mlp.down_proj", cache_dir=folder / "cache", max_input_tokens=32, max_target_tokens=4,
             default_max_new_tokens=4, threads=1, device=options.device, query_source="last",
         )  # fmt: skip
-        create_topics(settings.kafka, 2, 1)
+        create_topics(settings.kafka, MANY_REPLICAS, 1)
         options.report("starting two replicas and two editors")
         replicas = [_start_worker(stack, "infer", settings, folder / f"replica-{number}") for number in (1, 2)]
         editors = [_start_worker(stack, "edit", settings, folder / f"editor-{number}") for number in (1, 2)]
@@ -73,6 +88,64 @@ def run(options: Options) -> Iterator[Row]:
                 f"lag/take-over/{ending}/seconds", statistics.median(durations), "s", settings.kafka.session_timeout
             )
             yield Row(f"lag/take-over/{ending}/longest", max(durations), "s", settings.kafka.session_timeout)
+        options.report(f"starting {MANY_REPLICAS - 2} more replicas")
+        for number in range(3, MANY_REPLICAS + 1):
+            _start_worker(stack, "infer", settings, folder / f"replica-{number}")
+        count = QUICK_MANY_CORRECTIONS if options.quick else MANY_CORRECTIONS
+        yield from _publications(users, folder, "idle", count)
+        with _load(settings):
+            yield from _publications(users, folder, "busy", count)
+
+
+def _publications(users: Users, folder: Path, load: str, count: int) -> Iterator[Row]:
+    """Milliseconds from the commit of a delta until all replicas have applied it, as their logs say."""
+    seqs = []
+    with users.client.outcomes() as outcomes:
+        for number in range(count):
+            feedback_id = f"{load}-{number}"
+            prompt = " ".join(WORDS[(number // step + step) % len(WORDS)] for step in (1, 7, 11, 13, 17))
+            users.client.send([flag(feedback_id, f"{load} {prompt}", WORDS[number % 7])])
+            seq = outcomes.wait([feedback_id], PATIENCE)[feedback_id].seq
+            if seq is UNSET:
+                raise BenchError(f"correction {feedback_id} has made no delta")
+            seqs.append(seq)
+    logs = sorted(folder.glob("replica-*/infer.log"))
+    wait_until(lambda: all(seqs[-1] in _times(log, "delta_applied") for log in logs))
+    committed_at: dict[int, float] = {}
+    for log in folder.glob("editor-*/edit.log"):
+        committed_at |= _times(log, "feedback_decided")
+    applied_at = [_times(log, "delta_applied") for log in logs]
+    durations = [1000 * (max(times[seq] for times in applied_at) - committed_at[seq]) for seq in seqs]
+    yield Row(f"lag/{load}/median", statistics.median(durations), "ms")
+    yield Row(f"lag/{load}/p90", statistics.quantiles(durations, n=10)[-1], "ms")
+    yield Row(f"lag/{load}/p99", statistics.quantiles(durations, n=100, method="inclusive")[-1], "ms", LIVE_GOAL_MS)
+
+
+def _times(log: Path, event: str) -> dict[int, float]:
+    """The time of each event of this name in a worker's log, by the delta's seq."""
+    events = [json.loads(line) for line in log.read_text("utf-8").splitlines() if f'"{event}"' in line]
+    return {event["seq"]: datetime.fromisoformat(event["timestamp"]).timestamp() for event in events if "seq" in event}
+
+
+@contextmanager
+def _load(settings: Settings) -> Iterator[None]:
+    """Requests at a constant rate, from a thread. Nobody reads the answers."""
+    stop = threading.Event()
+
+    def send() -> None:
+        with closing(Users(settings)) as users:
+            for number in itertools.count():
+                if stop.wait(1 / REQUESTS_PER_SECOND):
+                    return
+                users.client.send([question(f"load-{number}", WORDS[number % len(WORDS)])])
+
+    thread = threading.Thread(target=send, name="load")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _corrections(users: Users, ports: list[int], count: int) -> Iterator[Row]:
