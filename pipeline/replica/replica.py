@@ -21,7 +21,8 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from functools import partial
 from typing import Literal
 
 import structlog
@@ -44,16 +45,16 @@ from gracestream.pipeline.replica.request_handler import (
 )
 from gracestream.pipeline.replica.request_plane import RequestPlane
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.stores import Head, RedisHeadStore, redis_client
+from gracestream.pipeline.stores import Head, HeadListener, RedisHeadStore, redis_client
 from gracestream.schemas.messages import to_one_line
 
 log = structlog.get_logger()
 
 IDLE_POLL_SECONDS = 0.2
-"""Seconds between two reads of the head while no request waits for a delta."""
+"""Seconds until the next read of the head while no request waits for a delta. A hint ends the wait."""
 
 FAST_POLL_SECONDS = 0.02
-"""Seconds between two reads of the head while requests wait for a delta."""
+"""Seconds until the next read of the head while requests wait for a delta. A hint ends the wait."""
 
 STOP_CHECK_SECONDS = 0.1
 """Seconds between two checks of the stop event."""
@@ -83,6 +84,7 @@ class Replica:
         self._codebook_replica = CodebookReplica(
             codebook, KeyIndex(codebook, model.device), store, self._follower, settings
         )
+        self._channel = store.channel
         self._request_handler = RequestHandler(model, self._codebook_replica, settings.kafka, name, settings.serving)
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._prepare_thread = ThreadPoolExecutor(1, thread_name_prefix="reading")
@@ -127,7 +129,11 @@ class Replica:
         self._idle.clear()
         plane = RequestPlane(self._settings.kafka, self._settings.serving, self._answer_records)
         await plane.start()
-        head_task = asyncio.create_task(self._follow_head())
+        hint = asyncio.Event()
+        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, hint.set)
+        listener = HeadListener(self._settings.redis, self._channel, wake)
+        listener.start()
+        head_task = asyncio.create_task(self._follow_head(hint))
         self._health.set_ready()
         log.info("worker_ready", seq=self._codebook_replica.codebook.seq, entries=len(self._codebook_replica.codebook))
         while not (await self._wait_for_stop() or self._fault or plane.failed or head_task.done()):
@@ -153,6 +159,7 @@ class Replica:
             DRAIN_FRACTION * shutdown_timeout if stop_requested else 0, (1 - DRAIN_FRACTION) * shutdown_timeout
         )
         head_task.cancel()
+        await asyncio.to_thread(listener.close)
         return stop_requested and finished
 
     async def _answer_records(self, records: list[RequestRecord]) -> AsyncGenerator[ReplyChunk, None]:
@@ -222,11 +229,14 @@ class Replica:
             self._waiting_count -= 1
         return may_arrive
 
-    async def _follow_head(self) -> None:
-        """Keep the codebook at the head while no requests join."""
+    async def _follow_head(self, hint: asyncio.Event) -> None:
+        """Keep the codebook at the head while no requests join. `hint` is set when the head may have changed."""
         while True:
+            hint.clear()  # before the read: a hint that comes meanwhile may be about a newer head
             await self._sync_to_head(probe=True)
-            await asyncio.sleep(FAST_POLL_SECONDS if self._waiting_count else IDLE_POLL_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FAST_POLL_SECONDS if self._waiting_count else IDLE_POLL_SECONDS):
+                    await hint.wait()
 
     async def _sync_to_head(self, *, probe: bool) -> None:
         """Read the head and move the codebook to it. While Redis is unavailable, it is asked only if `probe` is set."""

@@ -1,5 +1,6 @@
 """Copies of what the log holds: the published head in Redis, and snapshots in files."""
 
+from gracestream.pipeline.stores.head_listener import HeadListener
 from gracestream.pipeline.stores.redis_client import ping_redis, redact_url, redis_client, wait_for_redis
 from gracestream.pipeline.stores.redis_head import Head, RedisHeadStore, StaleHeadError
 from gracestream.pipeline.stores.snapshot_files import SnapshotError
@@ -13,6 +14,7 @@ from gracestream.pipeline.stores.snapshots import (
 
 __all__ = [
     "Head",
+    "HeadListener",
     "RedisHeadStore",
     "Snapshot",
     "SnapshotError",

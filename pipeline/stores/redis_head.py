@@ -2,7 +2,7 @@
 
 Each codebook has three keys, in one slot of a cluster. `head` has the term, seq and digest of the head. `radii` has the
 radius of each entry id, as the shortest decimal of a float32. `changed` is a sorted set of entry ids; the score is the
-seq that last changed the radius.
+seq that last changed the radius. A message on the channel `published` tells replicas to read the head.
 
 1. Each read and each write is one script, and Redis runs scripts one at a time. A head is never visible without its
    radii.
@@ -11,7 +11,8 @@ seq that last changed the radius.
    RedisError for a head that no editor wrote, and for an answer that redis-py cannot parse.
 4. A write replaces whatever no editor wrote.
 
-Not promised: durability. The log is the truth, and `rebuild` restores a lost or altered Redis from it.
+Not promised: durability. The log is the truth, and `rebuild` restores a lost or altered Redis from it. Nor that a
+message of the channel is sent or arrives: it is a hint.
 """
 
 import re
@@ -53,24 +54,27 @@ end
 local term, seq = tonumber(ARGV[1]), tonumber(ARGV[2])
 if written and (term < tonumber(head[1]) or seq < tonumber(head[2])) then return 0 end
 if ARGV[5] == 'anew' then redis.call('DEL', KEYS[2], KEYS[3]) end
-for at = 6, #ARGV, 2 do
+for at = 7, #ARGV, 2 do
     if ARGV[at + 1] == '' then redis.call('HDEL', KEYS[2], ARGV[at])
     else redis.call('HSET', KEYS[2], ARGV[at], ARGV[at + 1]) end
     redis.call('ZADD', KEYS[3], seq, ARGV[at])
 end
-if ARGV[4] == 'live' then redis.call('HSET', KEYS[1], 'term', ARGV[1], 'seq', ARGV[2], 'digest', ARGV[3]) end
+if ARGV[4] == 'live' then
+    redis.call('HSET', KEYS[1], 'term', ARGV[1], 'seq', ARGV[2], 'digest', ARGV[3])
+    redis.pcall('PUBLISH', ARGV[6], ARGV[2])
+end
 return 1
 """
 )
 """Lua: writes radii and, in the last call of a write, the head.
 
-ARGV: term, seq, digest, 'live' to write the head, 'anew' to delete all radii first, then pairs of entry id and radius.
-An empty radius removes it.
+ARGV: term, seq, digest, 'live' to write the head, 'anew' to delete all radii first, the channel, then pairs of entry id
+and radius. An empty radius removes it.
 
 1. Delete keys of a type that no editor writes; other commands would fail on them.
 2. Return 0 if the present head is newer.
 3. Write the radii, with their seq in `changed`.
-4. Write the head, and return 1.
+4. Write the head, send the hint, and return 1. `pcall` goes on if the user may not send the hint.
 """
 
 _READ_SCRIPT = (
@@ -139,6 +143,7 @@ class RedisHeadStore:
         self._client: Any = client
         self._keys = [f"{name}:head", f"{name}:radii", f"{name}:changed"]
         self.head_key = self._keys[0]
+        self.channel = f"{name}:published"
         self._publish = client.register_script(_PUBLISH_SCRIPT)
         self._read = client.register_script(_READ_SCRIPT)
 
@@ -210,7 +215,15 @@ class RedisHeadStore:
             flat = [part for pair in pairs[start : start + RADII_PER_SCRIPT] for part in pair]
             last = "live" if start + RADII_PER_SCRIPT >= len(pairs) else "more"
             first = mode if start == 0 else ""
-            args: list[str | int] = [codebook.term, codebook.seq, codebook.digest.hex(), last, first, *flat]
+            args: list[str | int] = [
+                codebook.term,
+                codebook.seq,
+                codebook.digest.hex(),
+                last,
+                first,
+                self.channel,
+                *flat,
+            ]
             if not ask_redis(self._client, partial(self._publish, keys=self._keys, args=args)):
                 raise StaleHeadError(
                     f"delta {codebook.seq} of term {codebook.term} is not published: Redis has a newer one;"

@@ -149,8 +149,8 @@ class SecuredRedis:
             for line in REDIS_ACL.read_text(encoding="utf-8").splitlines():
                 _, user, *rules = line.split()
                 name = prefix + user.removeprefix("gracestream-")
-                given = {">PASSWORD": ">" + password_of(name), "~PREFIXgracestream:*": f"~{prefix}gracestream:*"}
-                root.execute_command("ACL", "SETUSER", name, "reset", *(given.get(rule, rule) for rule in rules))
+                own = (rule.replace(">PASSWORD", ">" + password_of(name)).replace("PREFIX", prefix) for rule in rules)
+                root.execute_command("ACL", "SETUSER", name, "reset", *own)
 
     def allow(self, user: str, rule: str) -> None:
         """Change what a user may do."""

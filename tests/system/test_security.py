@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.editor.redis_publisher import RedisPublisher
 from gracestream.pipeline.kafka.clients import wait_for_kafka
 from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.stores.head_listener import HeadListener
 from gracestream.pipeline.stores.redis_client import redis_client, wait_for_redis
 from gracestream.pipeline.stores.redis_head import Head, RedisHeadStore
 from tests.support.certificates import Certificates
@@ -254,6 +256,16 @@ class TestRedis:
             assert stores[role].read_head(0) is None
         with pytest.raises(ResponseError, match="has no permissions"):
             stores["replica"].rebuild(book)
+        hints: list[None] = []
+        listener = HeadListener(settings.redis, stores["replica"].channel, lambda: hints.append(None))
+        with closing(listener):
+            listener.start()
+            wait_until(lambda: len(hints) == 1)
+            stores["editor"].rebuild(book)
+            wait_until(lambda: len(hints) == 2)
+        with pytest.raises(NoPermissionError):
+            redis_client(settings.redis).publish(listener._channel, "1")
+        redis_server.allow(f"{prefix}editor", "-publish")  # a hint that is not allowed costs no publication
         stores["editor"].rebuild(book)
         assert stores["replica"].read_head(0) == stores["editor"].read_head(0) == Head(1, 1, book.digest.hex(), {})
         assert stores["editor"].count_radii() == 0

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from msgspec import UNSET
 from redis.exceptions import RedisError
+from structlog.typing import EventDict
 
 from gracestream.deploy.local.redis import LocalRedis
 from gracestream.pipeline.editor.redis_publisher import RedisPublisher
@@ -21,6 +22,7 @@ from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka.waiting import UnreachableError
 from gracestream.pipeline.replica.codebook_replica import MAX_GOOD_ANSWERS, CodebookReplica
 from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.stores.head_listener import HeadListener
 from gracestream.pipeline.stores.redis_bounds import MAX_ANSWER_BYTES
 from gracestream.pipeline.stores.redis_client import redis_client, wait_for_redis
 from gracestream.pipeline.stores.redis_head import Head, RedisHeadStore, StaleHeadError
@@ -490,6 +492,21 @@ class TestAServerThatIsNone:
             for ask in (lambda: store.read_head(0), store.count_radii):
                 with pytest.raises(RedisError):
                     ask()
+
+    @pytest.mark.parametrize("serve", [silent, drip, nested, no_number, empty_push, hello_without_map, Flood()])
+    def test_a_listener_gets_no_hint_and_pauses(
+        self, serve: Callable[[socket.socket], object], logged: list[EventDict]
+    ) -> None:
+        hints: list[None] = []
+        with listening(serve) as listener:
+            head_listener = HeadListener(load_settings(redis=listener.url).redis, "channel", lambda: hints.append(None))
+            head_listener.start()
+            wait_until(lambda: logged)
+            time.sleep(2.0)
+            assert len(listener.taken) <= 8
+            head_listener.close()
+        assert hints == []
+        assert [event["event"] for event in logged] == ["subscription_lost"]
 
     def test_no_more_is_read_of_an_answer_than_its_bound(self) -> None:
         flood = Flood()

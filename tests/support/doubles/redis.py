@@ -53,7 +53,7 @@ class _Client:
     def _publish(self, keys: Sequence[str], args: Sequence[str]) -> int:
         head, radii = (self._server.hashes.setdefault(key, {}) for key in keys[:2])
         changed = self._server.scores.setdefault(keys[2], {})
-        term, seq, digest, last, how, *pairs = args
+        term, seq, digest, last, how, _channel, *pairs = args
         if int(term) < int(head.get("term", 0)) or int(seq) < int(head.get("seq", 0)):
             return 0
         if how == "anew":
