@@ -198,7 +198,7 @@ def _of_predictions(left: Left, states: Mapping[int, State]) -> Iterator[Fault]:
         elif edit is not UNSET and state.radii.get(edit.entry_id) != edit.radius:
             yield Fault("served", f"{said}: {edit}, and the log has {state.radii.get(edit.entry_id)} as its radius")
         elif edit is not UNSET and not 0 <= edit.distance < edit.radius:
-            yield Fault("served", f"{said}: {edit} lies outside of its ball")
+            yield Fault("served", f"{said}: {edit} is not within its radius")
 
 
 def _together(pairs: Iterator[tuple[str, int]]) -> dict[str, set[int]]:

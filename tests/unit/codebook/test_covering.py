@@ -1,4 +1,4 @@
-"""What covers a query is found as brute force finds it, and nearly all keys are ruled out without a look at them."""
+"""The index finds the same matching entry as brute force, and excludes nearly all keys without computing a distance."""
 
 import math
 from typing import Any
@@ -21,8 +21,8 @@ from tests.support.tiny_models import added, changed, filled, index_of, new_code
 MANY = examples(0.6)
 
 
-def oracle(queries_BD: np.ndarray, codebook: Codebook) -> tuple[list[int], list[float]]:
-    """Brute force, by the routine that defines a distance: the nearest key, where its ball holds the query."""
+def brute_force(queries_BD: np.ndarray, codebook: Codebook) -> tuple[list[int], list[float]]:
+    """Brute force with the routine that defines a distance: the nearest key, if the query is within its radius."""
     distances_BN = exact_distances(torch.from_numpy(queries_BD), torch.from_numpy(codebook.keys_ND)[None])
     slots, distances = [], []
     for distances_N in distances_BN.nan_to_num(nan=math.inf).numpy():
@@ -34,11 +34,11 @@ def oracle(queries_BD: np.ndarray, codebook: Codebook) -> tuple[list[int], list[
 
 
 def agrees(index: KeyIndex, queries_BD: np.ndarray, codebook: Codebook) -> list[int]:
-    """What covers each query: as the index finds it, and as a GPU's search of all keys does."""
+    """Compare index, a GPU's search of all keys and brute force; returns the slot of the matching entry per query."""
     found = index.nearest_within_radius(torch.from_numpy(queries_BD))
     scanned = KeyIndex(codebook, torch.device("cpu"), TorchSearch).nearest_within_radius(torch.from_numpy(queries_BD))
-    assert (scanned.slots_B.tolist(), scanned.distances_B.tolist()) == oracle(queries_BD, codebook)
-    assert (found.slots_B.tolist(), found.distances_B.tolist()) == oracle(queries_BD, codebook)
+    assert (scanned.slots_B.tolist(), scanned.distances_B.tolist()) == brute_force(queries_BD, codebook)
+    assert (found.slots_B.tolist(), found.distances_B.tolist()) == brute_force(queries_BD, codebook)
     for row, query_D in enumerate(queries_BD):
         alone = index.nearest_within_radius(torch.from_numpy(query_D)[None])
         assert alone.slots_B.tolist() == [found.slots_B[row]]
@@ -47,7 +47,7 @@ def agrees(index: KeyIndex, queries_BD: np.ndarray, codebook: Codebook) -> list[
 
 @st.composite
 def scenes(draw: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Queries, keys and radii: clusters of any width, near the origin or far; balls that hold none, some or all."""
+    """Queries, keys and radii: clusters near the origin or far, and radii with no, some or all queries inside."""
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     width, count = draw(st.integers(1, 100)), draw(st.integers(1, 300))
     norm = draw(st.sampled_from([0.0, 1.0, 1e3, 1e6, 1e20, 1e30]))
@@ -64,28 +64,31 @@ def scenes(draw: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @examples(0.3)
 @given(scenes(), st.integers(1, 20))
-def test_the_nearest_of_those_that_hold_a_query_are_brute_forces(
+def test_the_nearest_matching_entries_are_those_of_brute_force(
     scene: tuple[np.ndarray, np.ndarray, np.ndarray], count: int
 ) -> None:
-    """By the sieve and by a look at all keys, and whatever the order of the slots."""
+    """With the prefilter and with distances to all keys, in any order of the slots."""
     queries_BD, keys_ND, radii_N = scene
     codebook = filled(keys_ND, radii_N)
-    turned = new_codebook()
-    turned.apply(
-        sealed(turned, *(added(f"e{row}", keys_ND[row], float(radii_N[row])) for row in reversed(range(len(keys_ND)))))
+    reversed_codebook = new_codebook()
+    reversed_codebook.apply(
+        sealed(
+            reversed_codebook,
+            *(added(f"e{row}", keys_ND[row], float(radii_N[row])) for row in reversed(range(len(keys_ND)))),
+        )
     )
     distances_BN = exact_distances(torch.from_numpy(queries_BD), torch.from_numpy(keys_ND)[None]).numpy()
     indices = [index_of(codebook), KeyIndex(codebook, torch.device("cpu"), TorchSearch)]
     for query_D, distances_N in zip(queries_BD, distances_BN, strict=True):
         held = [(float(distances_N[row]), f"e{row}") for row in np.flatnonzero(distances_N < radii_N)]
         expected = sorted(held)[:count]
-        for index in (*indices, index_of(turned)):
+        for index in (*indices, index_of(reversed_codebook)):
             entry_ids = index._codebook.entry_ids
             found = index.entries_containing(torch.from_numpy(query_D), count)
             assert [(distance, entry_ids[slot]) for slot, distance in found] == expected
 
 
-def test_no_entry_holds_a_query_in_an_empty_codebook_or_one_that_is_not_finite() -> None:
+def test_an_empty_codebook_and_a_query_that_is_not_finite_have_no_match() -> None:
     assert index_of(new_codebook()).entries_containing(torch.zeros(3), 4) == []
     full = index_of(filled(np.zeros((3, 3), np.float32)))
     assert full.entries_containing(torch.tensor([0.0, math.nan, 0.0]), 4) == []
@@ -94,15 +97,15 @@ def test_no_entry_holds_a_query_in_an_empty_codebook_or_one_that_is_not_finite()
 
 @MANY
 @given(scenes())
-def test_what_covers_a_query_is_what_brute_force_finds(scene: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+def test_the_matching_entry_is_that_of_brute_force(scene: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     queries_BD, keys_ND, radii_N = scene
     codebook = filled(keys_ND, radii_N)
     agrees(index_of(codebook), queries_BD, codebook)
 
 
 @pytest.mark.parametrize("rank", [4, 32, 256], ids=["coarse", "fine", "beyond"])
-def test_balls_are_found_whatever_their_directions(rank: int) -> None:
-    """Differences in few directions, in more than are looked at first, and in more than are looked at at all."""
+def test_matches_are_found_in_any_direction_from_the_key(rank: int) -> None:
+    """Keys differ in fewer directions than the first codes hold, in more, and in more than any codes hold."""
     generator = np.random.default_rng(7)
     keys_ND = generator.standard_normal((3000, rank)) @ generator.standard_normal((rank, 300)) + 5
     keys_ND = keys_ND.astype(np.float32)
@@ -114,7 +117,7 @@ def test_balls_are_found_whatever_their_directions(rank: int) -> None:
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 3e38])
-def test_a_query_that_is_not_finite_is_in_no_ball_and_leaves_the_others_theirs(odd: float) -> None:
+def test_a_query_that_is_not_finite_has_no_match_and_others_keep_theirs(odd: float) -> None:
     queries_BD = np.zeros((3, 4), np.float32)
     queries_BD[1, 2] = odd
     for count in (1, 5, 50):
@@ -123,14 +126,14 @@ def test_a_query_that_is_not_finite_is_in_no_ball_and_leaves_the_others_theirs(o
 
 
 @pytest.mark.parametrize(("key", "query"), [(1e19, 2e19), (2e19, 1e19)])
-def test_a_ball_holds_a_query_where_one_norm_overflows_when_it_is_squared(key: float, query: float) -> None:
-    """The distance does not; and too many keys are left for their projections to decide."""
+def test_a_match_is_found_although_the_square_of_a_norm_overflows(key: float, query: float) -> None:
+    """The distance does not overflow, and too many candidates are left for their projections to decide."""
     keys_ND = np.full((100, 1), key, np.float32)
     codebook = filled(keys_ND, 1.5e19)
     agrees(index_of(codebook), np.full((1, 1), query, np.float32), codebook)
 
 
-def test_no_keys_cover_nothing_and_no_queries_have_no_answers() -> None:
+def test_without_keys_there_is_no_match_and_without_queries_no_result() -> None:
     assert index_of(new_codebook()).nearest_within_radius(torch.zeros(2, 8)).slots_B.tolist() == [NO_SLOT] * 2
     for count, width in ((2, 3), (100, 200)):
         full = index_of(filled(np.ones((count, width))))
@@ -139,8 +142,8 @@ def test_no_keys_cover_nothing_and_no_queries_have_no_answers() -> None:
 
 @examples(0.4)
 @given(st.integers(0, 2**32))
-def test_an_index_refreshed_by_deltas_covers_what_the_codebook_covers(seed: int) -> None:
-    """Entries come, go, move, and get other keys and radii; several are taken over at a time."""
+def test_an_index_refreshed_by_deltas_finds_the_matches_of_the_codebook(seed: int) -> None:
+    """Entries are added, removed and changed; the index applies several deltas at a time."""
     generator = np.random.default_rng(seed)
     codebook = new_codebook()
     index = index_of(codebook)
@@ -163,28 +166,29 @@ def test_an_index_refreshed_by_deltas_covers_what_the_codebook_covers(seed: int)
             index.refresh()
 
 
-def test_a_query_in_no_ball_is_told_so_without_a_look_at_any_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_within_no_radius_is_answered_without_any_exact_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(4)
     keys_ND = generator.standard_normal((5000, 64)).astype(np.float32)
     index = index_of(filled(keys_ND, np.full(5000, 0.5)))
     monkeypatch.setattr(
-        "gracestream.pipeline.codebook.key_index.exact_distances", lambda *_: pytest.fail("a key was looked at")
+        "gracestream.pipeline.codebook.key_index.exact_distances",
+        lambda *_: pytest.fail("an exact distance was computed"),
     )
     queries_BD = torch.from_numpy(generator.standard_normal((40, 64)).astype(np.float32))
     assert set(index.nearest_within_radius(queries_BD).slots_B.tolist()) == {NO_SLOT}
 
 
-def test_of_the_keys_near_a_ball_few_are_looked_at() -> None:
+def test_few_keys_are_candidates_for_a_match() -> None:
     generator = np.random.default_rng(5)
     keys_ND = generator.standard_normal((5000, 64)).astype(np.float32)
     radii_N = np.full(5000, np.float32(4.0))
-    sieve = Prefilter(lambda: (keys_ND, radii_N))
-    left = sieve.candidates_containing(keys_ND[:20] + np.float32(0.01))
-    assert all(row in slots for row, slots in enumerate(left))
-    assert max(len(slots) for slots in left) < 100
+    prefilter = Prefilter(lambda: (keys_ND, radii_N))
+    candidates = prefilter.candidates_containing(keys_ND[:20] + np.float32(0.01))
+    assert all(row in slots for row, slots in enumerate(candidates))
+    assert max(len(slots) for slots in candidates) < 100
 
 
-def test_of_equal_distances_the_first_id_wins_whatever_its_slot() -> None:
+def test_the_first_id_wins_among_equal_distances_in_any_slot() -> None:
     keys_ND = np.random.default_rng(0).standard_normal((40, 8)).astype(np.float32)
     codebook = new_codebook()
     names = ["far", "b", "a", *(f"x{row}" for row in range(37))]
@@ -195,7 +199,7 @@ def test_of_equal_distances_the_first_id_wins_whatever_its_slot() -> None:
 
 
 @pytest.mark.parametrize("spread", [1e-20, 3e-21, 1e-21])
-def test_balls_are_found_where_the_squares_of_distances_underflow(spread: float) -> None:
+def test_matches_are_found_where_the_squares_of_distances_underflow(spread: float) -> None:
     """A norm in float32 loses such differences, so the bounds allow for them."""
     generator = np.random.default_rng(3)
     for width in (1, 20):

@@ -113,7 +113,7 @@ def test_an_edit_is_displaced_where_two_keys_are_as_near_as_noise_can_tell(log: 
     assert log.displaced(2 + NOISE, 0) == ["b"]
 
 
-def test_an_edit_is_displaced_where_its_ball_no_longer_reaches_it(log: Log) -> None:
+def test_an_edit_is_displaced_where_its_entrys_radius_no_longer_contains_it(log: Log) -> None:
     assert log.displaced(shrunk={"a": 1.0}) == ["b"]
     assert log.displaced(shrunk={"a": 1.1}) == []
     assert log.displaced(shrunk={"other": 0.0}) == []

@@ -72,7 +72,7 @@ def test_an_entry_exactly_at_the_sum_of_both_radii_is_near_as_in_the_paper() -> 
 
 
 def test_fault_a_split_can_enlarge_a_radius_is_not_ours() -> None:
-    """Where two balls only touch, half the distance is more than the smaller ball has."""
+    """Where the distance is the sum of both radii, half the distance is more than the smaller radius."""
     assert (
         decide_action(
             MaintenancePolicy("paper", initial_radius=3.0), Neighbour(3.0, 0.5, same_label=False)
@@ -161,7 +161,7 @@ def test_no_radius_is_made_larger_than_the_limit_except_for_the_noise_floor(
 
 
 @pytest.mark.parametrize("kind", ["nearest", "paper"])
-def test_a_ball_that_would_grow_over_the_limit_leaves_the_query_to_a_key_of_its_own(
+def test_a_query_gets_its_own_key_where_the_radius_would_exceed_the_limit(
     kind: Literal["nearest", "paper"],
 ) -> None:
     policy = MaintenancePolicy(kind, initial_radius=1.0, max_radius=1.2)
@@ -169,7 +169,7 @@ def test_a_ball_that_would_grow_over_the_limit_leaves_the_query_to_a_key_of_its_
     assert decide_action(policy, Neighbour(1.5, 1.0, same_label=True)) == PolicyDecision("add", radius=1.0)
 
 
-def test_a_ball_that_was_larger_before_the_limit_keeps_its_size() -> None:
+def test_a_radius_that_exceeded_a_new_limit_before_keeps_its_size() -> None:
     policy = MaintenancePolicy("nearest", initial_radius=1.0, max_radius=0.5)
     assert decide_action(policy, Neighbour(1.5, 3.0, same_label=True)) == PolicyDecision("expand", neighbour_radius=3.0)
     assert decide_action(policy, Neighbour(1.5, 3.0, same_label=False)) == PolicyDecision("split", radius=0.5)
@@ -190,7 +190,7 @@ def test_an_expand_covers_the_query_strictly_and_never_shrinks(
 
 @MANY
 @given(policies, st.none() | neighbours, clearances)
-def test_a_new_ball_reaches_its_own_input_in_any_batch_in_nearest_mode(
+def test_a_new_radius_contains_its_own_input_in_any_batch_in_nearest_mode(
     policy: MaintenancePolicy, neighbour: Neighbour | None, clearance: float
 ) -> None:
     decision = decide_action(policy, neighbour, clearance)

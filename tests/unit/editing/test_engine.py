@@ -226,7 +226,7 @@ def test_a_near_input_of_the_same_label_expands_and_a_value_that_fails_there_is_
         engine = engine_of(bert, radius=100.0, radius_unit="absolute")
         target = wrong_target(engine, TEXTS[0])
         correct(engine, "a", TEXTS[0], target)
-        # The ball shrinks, so that the other input lies outside it but near.
+        # The radius shrinks, so that the other input is near but not within it.
         value_V = engine.codebook.entry(0).value_V
         engine.apply(with_radius(engine.codebook, "a", 1e-3, -value_V if broken else None))
         other = next(text for text in TEXTS[1:] if said(engine, text) != target)

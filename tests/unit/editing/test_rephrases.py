@@ -126,7 +126,7 @@ def test_a_correction_that_an_entry_serves_gives_its_rephrases_that_entrys_value
 
 
 def test_a_rephrase_next_to_its_correction_does_not_take_it_along_when_corrected() -> None:
-    """The correction lies in the ball of an entry, and its rephrase's key would be nearer to it than that entry's."""
+    """The correction is within an entry's radius, and its rephrase's key would be nearer to it than the entry's key."""
     told = story(radius=2.0)
     told.correct("a", (0, 0), 2)
     told.correct("b", (1.0, 0), 2, rephrases=[(1.2, 0)])

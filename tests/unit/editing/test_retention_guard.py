@@ -24,7 +24,7 @@ from tests.support.tiny_models import CODEBOOK, correct, editable, texts
 
 NOISE = match_tolerance(0, "float32")
 MANY = examples(0.4)
-BARE_CLASS = 0
+UNEDITED_CLASS = 0
 """What the unedited model answers everywhere."""
 
 places = st.tuples(st.integers(0, 2), st.integers(0, 2))
@@ -50,12 +50,12 @@ class Stream:
         if record is not None:
             query_D = point(*place)
             self.records.append(record)
-            # What said something else of the same input is superseded, or the bare model served, of the same words too.
+            # Superseded: other targets of the same input, and edits of the unedited model with the same words.
             gone = [other for other in self.believed if other not in self.engine.memory]
             for other in gone:
                 other_D, other_label = self.believed.pop(other)
-                assert other_label != label or other_label == BARE_CLASS
-                same = other_label == BARE_CLASS and have_same_words(self.wording(other_D), self.wording(query_D))
+                assert other_label != label or other_label == UNEDITED_CLASS
+                same = other_label == UNEDITED_CLASS and have_same_words(self.wording(other_D), self.wording(query_D))
                 assert same or np.linalg.norm(other_D - query_D) <= NOISE * 1.001
             self.believed[name] = (query_D, label)
         return outcome.status
@@ -70,16 +70,16 @@ class Stream:
             self.engine.add_traffic(rank, point(*place), self.wording(point(*place)))
 
     def kept(self) -> list[np.ndarray]:
-        """The inputs that the bare model is to go on answering."""
+        """The inputs that the unedited model must go on answering."""
         memory = self.engine.memory
         return [
             query_D for name, (query_D, _) in self.believed.items() if memory.serving_entry_id(name) == UNEDITED_MODEL
         ]
 
     def lost(self) -> Iterator[str]:
-        """The edits whose query no longer gets an entry of their label, or lies too near its ball's edge.
+        """The edits that no entry of their label serves any more, or whose query is too near the entry's radius.
 
-        What the bare model answers must be reached by no ball, unless one within batch noise has to.
+        An edit that the unedited model answers must be within no radius, except of a key within the tolerance.
         """
         codebook = self.engine.codebook
         for name, (query_D, label) in self.believed.items():
@@ -142,7 +142,7 @@ def test_edits_whose_wordings_disagree_answer_each_with_its_own_target(stream: l
 def test_paper_keeps_every_edit_that_lies_far_enough_from_other_labels(
     stream: list[Any], radius: float, expand: str
 ) -> None:
-    """Half the distance must be more than batch noise: within four times it of another label, paper's balls fail."""
+    """Half the distance must be more than the tolerance: below four times it, the paper's radii fail."""
     ours = start(policy="paper", expand=expand, radius=radius, traffic_sample_size=0)
     for place, label, _ in stream:
         others = [key_D for key_D, other in ours.believed.values() if other != label]
@@ -227,7 +227,7 @@ def test_correcting_an_input_again_and_again_leaves_one_key_there() -> None:
     assert len(keys) == len(set(keys)) == 2
 
 
-def test_an_entry_that_paper_mode_left_without_a_ball_serves_again_after_a_correction() -> None:
+def test_an_entry_that_paper_mode_left_with_radius_zero_serves_again_after_a_correction() -> None:
     ours = start(policy="paper")
     ours.correct((1, 1), 1)
     ours.correct((1, 1), 2)
@@ -298,7 +298,7 @@ def test_a_correction_that_an_entry_fulfils_already_is_under_the_guard_too() -> 
 
 
 class TestInputsThatAreHardlyToldApart:
-    """In half precision a ball has a floor of twice the batch's noise, here about 1 at a norm of 64."""
+    """In half precision a radius is at least twice the tolerance, here about 1 at a norm of 64."""
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_what_is_to_stay_right_is_not_taken_over_by_a_neighbour(self, dtype: str) -> None:
@@ -309,7 +309,7 @@ class TestInputsThatAreHardlyToldApart:
         assert answer(ours.engine, 64, 0) == 0
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_a_ball_grows_for_what_it_serves_already_no_farther_than_is_allowed(self, dtype: str) -> None:
+    def test_a_radius_grows_for_served_inputs_no_farther_than_is_allowed(self, dtype: str) -> None:
         ours = start(radius=4.0)
         ours.engine.model.query_dtype = dtype
         assert ours.correct((64, 0), 1) == "added"

@@ -118,7 +118,7 @@ PLANTED: dict[str, tuple[str, Callable[[Left], dict[str, Any]]]] = {
         "served",
         lambda _: {"predictions": [answer(2, entry_id="f0", distance=0.25, radius=0.75)]},
     ),
-    "an answer is at the edge of its ball": (
+    "an answer's distance equals its radius": (
         "served",
         lambda _: {"predictions": [answer(2, entry_id="f0", distance=0.5, radius=0.5)]},
     ),

@@ -99,12 +99,12 @@ def test_accuracy_is_retained_of_what_was_right_before() -> None:
     assert math.isnan(none.arr.value)
 
 
-def test_an_edit_of_a_small_ball_touches_nothing_else() -> None:
+def test_an_edit_with_a_small_radius_changes_no_other_answer() -> None:
     *_, after = stream(PLAN, task()).run([6])
     assert (after.agreement, after.captured) == (1, 0)
 
 
-def test_large_balls_reach_what_they_should_not_and_it_shows() -> None:
+def test_metrics_show_that_a_large_radius_changes_other_answers() -> None:
     wrong = next(edit for edit in task().edits if edit.example.target == "both")
     given = replace(task(), edits=[wrong])
     before, after = stream(replace(PLAN, radius=100.0), given).run([1])

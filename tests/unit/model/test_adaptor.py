@@ -62,7 +62,7 @@ def test_fault_batches_over_one_fail_and_one_pad_token_moves_the_query(model: Ed
             assert alone.hit.entry_id == f"e{row}"
 
 
-def test_an_edit_changes_the_answer_and_only_where_its_ball_reaches(model: EditableModel) -> None:
+def test_an_entry_changes_answers_within_its_radius_only(model: EditableModel) -> None:
     nothing = new_codebook(model.fingerprint, model.layer)
     before = [said(row) for row in ask(model, INPUTS, nothing, index_of(nothing))]
     after = [said(row) for row in ask(model, INPUTS, *edited(model, INPUTS[:8]))]
@@ -156,7 +156,7 @@ def test_fault_inference_adds_keys_or_draws_random_numbers(kind: str) -> None:
     assert random.getstate() == python_state
 
 
-def test_an_answer_needs_the_query_strictly_inside_the_ball(model: EditableModel) -> None:
+def test_an_entry_answers_only_a_query_strictly_within_its_radius(model: EditableModel) -> None:
     codebook, index = edited(model, INPUTS[:1], radius=0.0)
     assert ask(model, INPUTS[:1], codebook, index)[0].hit is None
     codebook.apply(sealed(codebook, EntryChange(entry_id="e0", radius=1e-3)))

@@ -91,7 +91,7 @@ def scenes(draw: Callable[..., int]) -> Scene:
 class TestWays:
     @examples(1.5)
     @given(scene=scenes(), row=st.integers(0, QUERIES - 1))
-    def test_no_ball_that_just_holds_a_query_is_ruled_out(self, way: Left, scene: Scene, row: int) -> None:
+    def test_no_key_with_a_query_just_within_its_radius_is_excluded(self, way: Left, scene: Scene, row: int) -> None:
         keys_ND, queries_BD = scene
         radii_N = distances(queries_BD, keys_ND)[row].astype(np.float32) * EDGE
         left = way(keys_ND, radii_N, queries_BD, asked(None))[row]
@@ -100,7 +100,7 @@ class TestWays:
 
     @examples(1.5)
     @given(scene=scenes(), rank=st.floats(0, 1))
-    def test_no_key_just_within_a_distance_is_ruled_out(self, way: Left, scene: Scene, rank: float) -> None:
+    def test_no_key_just_within_a_given_distance_is_excluded(self, way: Left, scene: Scene, rank: float) -> None:
         keys_ND, queries_BD = scene
         apart_BN = distances(queries_BD, keys_ND)
         within_B = np.quantile(apart_BN, rank, axis=1, method="nearest").astype(np.float32) * EDGE
@@ -109,7 +109,7 @@ class TestWays:
             assert left is not None
             assert set((apart_N <= within / EDGE).nonzero()[0]) <= set(left.tolist())
 
-    def test_of_balls_that_fall_short_few_are_left(self, way: Left) -> None:
+    def test_few_candidates_are_left_where_no_query_is_within_a_radius(self, way: Left) -> None:
         points = np.random.default_rng(0).standard_normal((2000 + QUERIES, 64), np.float32)
         keys_ND, queries_BD = points[QUERIES:], points[:QUERIES]
         radii_N = np.full(len(keys_ND), 0.9 * distances(queries_BD, keys_ND).min(), np.float32)
@@ -121,7 +121,7 @@ class TestWays:
 @pytest.mark.parametrize("together", [1, 4])
 @examples(1.5)
 @given(scene=scenes())
-def test_the_nearest_key_is_never_ruled_out(together: int, scene: Scene) -> None:
+def test_the_nearest_key_is_never_excluded(together: int, scene: Scene) -> None:
     keys_ND, queries_BD = scene
     keys, center_D = KeyNorms(), np.median(keys_ND, axis=0)
     keys.write(np.arange(len(keys_ND)), keys_ND, center_D)
