@@ -46,10 +46,10 @@ def deterministic(seed: int) -> Iterator[None]:
 
 def reported(items: Iterable[T], total: int, what: str, report: ProgressCallback) -> Iterator[T]:
     """Yield the items; after every twentieth of them, report their number and the estimated remaining time."""
-    started, told = time.monotonic(), 0
+    started, reported = time.monotonic(), 0
     for done, item in enumerate(items, 1):
         yield item
-        if done * REPORTS // total > told:
-            told = done * REPORTS // total
+        if done * REPORTS // total > reported:
+            reported = done * REPORTS // total
             left = (time.monotonic() - started) * (total - done) / done
             report(f"{what}: {done} of {total} ({done / total:.0%}), about {left:.0f} s left")

@@ -200,6 +200,6 @@ def _find_correction_conflict(
             )
         return (
             f"feedback {owner!r} corrected inputs that lie {distance:.3g} away, and in {engine.model.query_dtype}"
-            " inputs that near are not told apart; correct these inputs instead"
+            " inputs that near are not distinguished; correct these inputs instead"
         )
     return None

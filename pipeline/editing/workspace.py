@@ -179,7 +179,7 @@ class EditWorkspace:
             if radius > MAX_TRAFFIC_FRACTION * confirmed_distance:
                 return (
                     f"an input with a confirmed answer lies {confirmed_distance:.3g} away, and in"
-                    f" {self.model.query_dtype} inputs that near are not told apart"
+                    f" {self.model.query_dtype} inputs that near are not distinguished"
                 )
         return None
 

@@ -11,7 +11,7 @@ were chosen on rows after these 200. `demo`: the demo's facts and controls.
   own edit. `works`: of these, the share for which the value gives the target.
 - `locality`: the share of unrelated questions (held out from NQ, and zsRE's own) within no radius. `same`: of a sample
   of them, the share of answers that equal the unedited model's to the letter.
-- `told`: of a sample of the edits, the share of generated answers that equal the target to the letter.
+- `generated`: of a sample of the edits, the share of generated answers that equal the target to the letter.
 - `steps`, `seconds`: means over the edits with a trained value. `entries`, `rejected`: counts.
 - `wrong`, `right` (demo): facts that the unedited model answers wrong or right; the wrong ones are corrected.
 - `controls same`, `right same` (demo): the share of unchanged answers to controls, and to facts that were right before.
@@ -158,7 +158,7 @@ def zsre_rows(
         same = zip(model.generate_answers(sample, engine), model.generate_answers(sample), strict=True)
         generated = zip(model.generate_answers([fact.text for fact in corrected], engine), corrected, strict=True)
         yield Row(f"{setting}/same", fraction(now == before for now, before in same), "share")
-        yield Row(f"{setting}/told", fraction(answer == fact.target for answer, fact in generated), "share")
+        yield Row(f"{setting}/generated", fraction(answer == fact.target for answer, fact in generated), "share")
     yield from cost_rows(setting, engine, cost)
 
 
@@ -185,7 +185,7 @@ def demo_rows(setting: str, model: CachedModel, plan: EditConfig) -> Iterator[Ro
     controls = len(unchanged_texts) - len(known)
     yield Row(f"{setting}/wrong", len(wrong), "count")
     yield Row(f"{setting}/right", len(known), "count")
-    yield Row(f"{setting}/told", fraction(answer == fact.target for answer, fact in fixed), "share")
+    yield Row(f"{setting}/generated", fraction(answer == fact.target for answer, fact in fixed), "share")
     yield Row(f"{setting}/rephrase", fraction(answer == fact.target for answer, fact in rephrased), "share")
     yield Row(f"{setting}/controls same", fraction(unchanged[:controls]), "share")
     yield Row(f"{setting}/right same", fraction(unchanged[controls:]), "share")

@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A call at which it happens: `before` it or `after` it, at the `turn`-th one whose first argument ends as told."""
+    """The call at which the process dies: `before` or `after` the `turn`-th call whose first text ends in `ending`."""
 
     owner: Any
     call: str
@@ -71,8 +71,8 @@ def arm(name: str, signum: signal.Signals = signal.SIGKILL) -> None:
 
     def deadly(*arguments: Any, **named: Any) -> Any:
         nonlocal turns
-        told = [argument for argument in arguments if isinstance(argument, str)]
-        turns += not step.ending or (bool(told) and told[0].endswith(step.ending))
+        texts = [argument for argument in arguments if isinstance(argument, str)]
+        turns += not step.ending or (bool(texts) and texts[0].endswith(step.ending))
         if turns == step.turn and step.when == "before":
             os.kill(os.getpid(), signum)
         done = call(*arguments, **named)

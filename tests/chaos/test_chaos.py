@@ -85,7 +85,7 @@ def editor_dies(step: str, corrections: int) -> Callable[[Site], None]:
             if editor is not mortal:
                 editor.stop()
         site.correct(corrections)
-        assert mortal.wait(90) == -signal.SIGKILL, mortal.said()
+        assert mortal.wait(90) == -signal.SIGKILL, mortal.stderr()
         site.add_editor().wait_ready(90)
         site.bury()
         site.correct(1)
@@ -104,7 +104,7 @@ def editor_hangs(site: Site) -> None:
     site.correct(2)
     stale.go_on()
     assert stale.wait(60) == 1
-    assert "another editor has" in stale.said()
+    assert "another editor has" in stale.stderr()
     site.bury()
 
 
@@ -130,7 +130,7 @@ def rebalance_while_one_catches_up(site: Site) -> None:
     wait_until(site.all_done, 60, "every outcome")
     deltas = site.leader().state()["seq"]
     third = site.add_replica(partial(read_slowly, CATCHING_UP / deltas), snapshot_url="")
-    wait_until(lambda: "model_loaded" in third.said(), 90, "a third replica")
+    wait_until(lambda: "model_loaded" in third.stderr(), 90, "a third replica")
     leaving = site.replicas.pop(0)
     leaving.process.terminate()
     wait_until(lambda: not leaving.running or third.ready()[0] != 503, what="the end of the replica that goes")
@@ -166,9 +166,9 @@ def kafka_is_cut_off(site: Site, until: Callable[[], object] = lambda: time.slee
 def kafka_is_cut_off_for_long(site: Site) -> None:
     """Kafka does not answer until the editor that leads waits no longer, and begins again."""
     leader = site.leader()
-    before = leader.said().count("kafka_connection_lost")
+    before = leader.stderr().count("kafka_connection_lost")
     given_up = partial(
-        wait_until, lambda: leader.said().count("kafka_connection_lost") > before, 180, "an editor that noticed"
+        wait_until, lambda: leader.stderr().count("kafka_connection_lost") > before, 180, "an editor that noticed"
     )
     kafka_is_cut_off(site, given_up)
 
@@ -198,9 +198,9 @@ def newest_snapshot_is_cut(site: Site) -> None:
     os.truncate(newest.uri.removeprefix("file://"), newest.bytes // 2)
     fresh = site.add_replica()
     fresh.wait_ready(90)
-    refused = [line for line in fresh.said().splitlines() if "snapshot_rejected" in line]
-    assert any(newest.uri in line for line in refused), fresh.said()
-    assert ("snapshot_loaded" in fresh.said()) == bool(older), fresh.said()
+    refused = [line for line in fresh.stderr().splitlines() if "snapshot_rejected" in line]
+    assert any(newest.uri in line for line in refused), fresh.stderr()
+    assert ("snapshot_loaded" in fresh.stderr()) == bool(older), fresh.stderr()
     site.replicas.pop(0).stop()
 
 

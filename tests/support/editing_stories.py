@@ -1,4 +1,4 @@
-"""A history that is told step by step, with the undos in it: what an editor does, without Kafka."""
+"""A history made step by step, with its undos, as an editor makes it, without Kafka."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +22,13 @@ from tests.support.tiny_models import CODEBOOK
 
 @dataclass
 class Story:
-    """An engine, its log, and the feedback that it was given."""
+    """An engine with its deltas and its feedback."""
 
     engine: EditEngine
     deltas: list[bytes] = field(default_factory=list)
     feedback: list[Feedback] = field(default_factory=list)
-    told: list[EditConfig | int] = field(default_factory=list)
-    """What came: the plan of each new term, the offset of each feedback."""
+    steps: list[EditConfig | int] = field(default_factory=list)
+    """The configuration of each new term, and the offset of each feedback."""
 
     def for_each_delta(self, on_record: Callable[[bytes], bool]) -> None:
         all(map(on_record, self.deltas))
@@ -39,7 +39,7 @@ class Story:
     def take(self, feedback: Feedback, standing: Standing | UnsetType = UNSET) -> Outcome:
         offset = len(self.feedback)
         self.feedback.append(feedback)
-        self.told.append(offset)
+        self.steps.append(offset)
         if feedback.is_undo:
             edited = undo(self.engine, feedback, offset, self, standing=standing)
         elif feedback.is_exception:
@@ -56,9 +56,9 @@ class Story:
         self.engine.apply(record)
 
     def lead(self, plan: EditConfig) -> None:
-        """A new term, under another plan."""
+        """Start a new term with another configuration."""
         self.engine.config = plan
-        self.told.append(plan)
+        self.steps.append(plan)
         self.apply(self.engine.lead_delta(describe_environment(self.engine.model, plan)))
 
     def correct(
@@ -69,7 +69,7 @@ class Story:
         author: str | None = None,
         rephrases: Sequence[tuple[float, ...]] = (),
     ) -> Outcome:
-        """A place that is named twice is one rephrase."""
+        """Send a correction. Equal rephrases count once."""
         others = tuple(at(*other) for other in dict.fromkeys(rephrases) if at(*other) != at(*place))
         one = fields_of(make_correction(name, at(*place), str(label))) | {"rephrases": others}
         return self.take(Feedback(**(one if author is None else one | {"author": author})))
@@ -84,7 +84,7 @@ class Story:
         return self.take(Feedback(v=1, feedback_id=name, undo_author=author))
 
     def served(self) -> dict[str, tuple[str, bytes]]:
-        """Which entry serves each edit in force, and its query."""
+        """The serving entry and the query of each edit in force."""
         memory = self.engine.memory
         return {name: (memory.serving_entry_id(name), memory.query(name).tobytes()) for name in memory.feedback_ids}
 
@@ -98,35 +98,37 @@ def plan_of(**fields: Any) -> EditConfig:
     return EditConfig(**(usual | fields))
 
 
-def story(*, worded: bool = False, **plan: Any) -> Story:
+def new_story(*, worded: bool = False, **plan: Any) -> Story:
     made = Story(EditEngine(PointModel(2, worded=worded), CODEBOOK, plan_of(**plan)))
     made.lead(made.engine.config)
     return made
 
 
-def without(told: Story, gone: set[str], *, sees_again: bool = True) -> Story:
-    """The same history but for this feedback, decided and trained anew; each decision sees the traffic that it saw.
+def without(story: Story, gone: set[str], *, keep_contexts: bool = True) -> Story:
+    """The same history without the feedback `gone`, decided and trained again with the recorded decision contexts.
 
-    Without `sees_again` it sees none, and what it saw of the rest is of its own finding.
+    Without `keep_contexts`, each decision uses a context of its own, in which there is no traffic.
     """
-    made = Story(EditEngine(told.engine.model, CODEBOOK, told.engine.config))
-    causes = [delta.cause for delta in map(decode_delta, told.deltas) if delta.cause is not UNSET]
+    made = Story(EditEngine(story.engine.model, CODEBOOK, story.engine.config))
+    causes = [delta.cause for delta in map(decode_delta, story.deltas) if delta.cause is not UNSET]
     seen = {cause.feedback_id: cause.seen for cause in causes if cause.seen is not UNSET}
-    for name, later in told.engine.memory.replay_contexts.items():
+    for name, later in story.engine.memory.replay_contexts.items():
         seen[name] = merge_contexts(seen[name], later)
-    for one in told.told:
+    for one in story.steps:
         if isinstance(one, EditConfig):
             made.lead(one)
             continue
-        feedback = told.feedback[one]
+        feedback = story.feedback[one]
         if feedback.is_exception and feedback.feedback_id not in gone:
             edited = decide_exception(made.engine, feedback, one)
             if edited.delta_record is not None:
                 made.apply(edited.delta_record)
         elif feedback.is_correction and feedback.feedback_id not in gone:
-            edited = made.engine.edit(feedback, one, ReplayContext(seen[feedback.feedback_id]) if sees_again else None)
+            edited = made.engine.edit(
+                feedback, one, ReplayContext(seen[feedback.feedback_id]) if keep_contexts else None
+            )
             if edited.delta_record is None:
-                # Under the guard it lies too near an input that what is gone had corrected, and that is right now.
+                # It is too near an input with a confirmed answer, which the removed feedback had corrected.
                 assert "confirmed answer" in edited.rejection_reason
                 continue
             made.apply(edited.delta_record)
@@ -138,9 +140,9 @@ def assert_same(ours: Story, theirs: Story) -> None:
     assert ours.served() == theirs.served()
 
 
-def see(told: Story, place: tuple[float, ...], offset: int) -> None:
-    """Traffic that nobody flagged."""
-    rank = told.engine.reservoir.offer(0, offset, 0.0)
+def see(story: Story, place: tuple[float, ...], offset: int) -> None:
+    """Offer one request of unflagged traffic to the engine."""
+    rank = story.engine.reservoir.offer(0, offset, 0.0)
     assert rank is not None
-    task = told.engine.model.task
-    told.engine.add_traffic(rank, point(*place), task.wording(task.tokenize(at(*place))))
+    task = story.engine.model.task
+    story.engine.add_traffic(rank, point(*place), task.wording(task.tokenize(at(*place))))

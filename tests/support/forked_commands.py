@@ -108,7 +108,7 @@ class Command:
         """Its exit status, once it has ended."""
         self.process.join(timeout)
         if self.process.exitcode is None:
-            pytest.fail(f"{self.name} still runs after {timeout:g} s; {self.said()}")
+            pytest.fail(f"{self.name} still runs after {timeout:g} s; {self.stderr()}")
         return self.process.exitcode
 
     def run(self, timeout: float = PATIENCE) -> int:
@@ -134,17 +134,17 @@ class Command:
         """Let it run again."""
         self._signal(signal.SIGCONT)
 
-    def told(self) -> str:
-        """What stands on its standard output."""
+    def stdout(self) -> str:
+        """The text of its standard output so far."""
         return self.output.read_text(encoding="utf-8") if self.output.exists() else ""
 
-    def said(self) -> str:
-        """What stands on its standard error."""
+    def stderr(self) -> str:
+        """The text of its standard error so far."""
         return self.errors.read_text(encoding="utf-8") if self.errors.exists() else ""
 
     def events(self) -> list[dict[str, Any]]:
         """A worker's own log: nothing stands on its standard error beside it but what a library said."""
-        events = [json.loads(line) for line in self.said().splitlines()]
+        events = [json.loads(line) for line in self.stderr().splitlines()]
         return [event for event in events if "logger" not in event]
 
     def _signal(self, signum: signal.Signals) -> None:
@@ -177,10 +177,10 @@ class Forked(Command):
 
         def ready() -> bool:
             if not self.running:
-                pytest.fail(f"{self.name} ended with {self.process.exitcode}: {self.said()}")
+                pytest.fail(f"{self.name} ended with {self.process.exitcode}: {self.stderr()}")
             return is_http_ok(self.port, "/ready")
 
-        wait_until(ready, timeout, f"{self.name}, which says {self.said()[-2000:]},")
+        wait_until(ready, timeout, f"{self.name}, which says {self.stderr()[-2000:]},")
 
     def state(self) -> dict[str, Any]:
         """What `/state` says."""
@@ -203,8 +203,8 @@ def status_of(command: Command) -> int | None:
 
 def sentence(command: Command) -> str:
     """The one line on standard error of a command that failed; the events of a worker's log stand beside it."""
-    assert status_of(command) == 1, command.said()
-    said = [line for line in command.said().splitlines() if not line.startswith(("{", "waiting for "))]
-    assert len(said) == 1, command.said()
+    assert status_of(command) == 1, command.stderr()
+    said = [line for line in command.stderr().splitlines() if not line.startswith(("{", "waiting for "))]
+    assert len(said) == 1, command.stderr()
     assert said[0].startswith("gracestream: ")
     return said[0].removeprefix("gracestream: ")

@@ -65,10 +65,12 @@ class Recorded:
     def feedback_since(self, since: int) -> dict[int, Feedback]:
         return {offset: one for offset, one in self.feedback.items() if offset >= since}
 
-    def lead(self, plan: EditConfig, **told: str) -> None:
-        """A new term, under a plan; `told` is what else its `lead` delta says, be it true or not."""
+    def lead(self, plan: EditConfig, **environment: str) -> None:
+        """Start a new term with a configuration; `environment` overrides what its `lead` delta records."""
         self.engine.config = plan
-        self._apply(self.engine.lead_delta({**describe_environment(self.engine.model, plan), "editor": "one", **told}))
+        self._apply(
+            self.engine.lead_delta({**describe_environment(self.engine.model, plan), "editor": "one", **environment})
+        )
 
     def send(self, *values: bytes, minutes: int = 1) -> list[Outcome | None]:
         """What becomes of records that come so long after each other; of several, which are waiting, together."""

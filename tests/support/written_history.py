@@ -16,7 +16,7 @@ from tests.support.tiny_models import LAYER, MODEL, added, sealed
 
 
 class History:
-    """Writes `deltas` as an editor would, and makes them live when told to."""
+    """Writes `deltas` as an editor does, and publishes them on request."""
 
     def __init__(self, settings: Settings, model: str = MODEL, layer: str = LAYER) -> None:
         self.settings = settings

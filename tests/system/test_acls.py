@@ -185,24 +185,24 @@ class TestCommands:
     def test_each_works_for_whom_it_is_meant(self, realm: Realm, run: Callable[..., Command], folder: Path) -> None:
         editor = Forked("editor", "edit", realm.settings("editor"), folder)
         replica = Forked("replica", "infer", realm.settings("replica"), folder)
-        assert run("topics", settings=realm.settings("operator")).told() == "all topics exist\n"
+        assert run("topics", settings=realm.settings("operator")).stdout() == "all topics exist\n"
         with editor, replica:
             editor.wait_ready()
             replica.wait_ready()
             correction = json.dumps({"inputs": PROMPT, "target": "museum"})
             corrected = run("correct", settings=realm.settings("corrector"), given=correction)
-            seq = json.loads(corrected.told())["seq"]
+            seq = json.loads(corrected.stdout())["seq"]
             question = json.dumps({"inputs": PROMPT, "min_seq": seq})
             asked = run("send", settings=realm.settings("user"), given=question)
-            assert json.loads(asked.told())["outputs"] == {"text": "museum"}
+            assert json.loads(asked.stdout())["outputs"] == {"text": "museum"}
             replayed = run("replay", "--json", settings=realm.settings("operator"))
-            assert json.loads(replayed.told())["digest"] == replica.state()["digest"]
+            assert json.loads(replayed.stdout())["digest"] == replica.state()["digest"]
             inspected = run("inspect", "--json", settings=realm.settings("operator"))
-            assert json.loads(inspected.told().splitlines()[-1])["target"] == "museum"
+            assert json.loads(inspected.stdout().splitlines()[-1])["target"] == "museum"
             kept = run(
                 "snapshot", "--json", settings=realm.settings("operator"), snapshot_url=str(folder / "snapshots")
             )
-            assert json.loads(kept.told())["digest"] == replica.state()["digest"]
+            assert json.loads(kept.stdout())["digest"] == replica.state()["digest"]
             assert editor.stop() == replica.stop() == 0
 
     def test_an_editor_leads_again_after_feedback_was_set_aside(

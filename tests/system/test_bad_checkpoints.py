@@ -204,7 +204,7 @@ def test_code_of_a_checkpoint_never_runs_whatever_is_typed(
         f"the {role} '{bad}' cannot be loaded: it needs code of its own (auto_map), and gracestream runs no code of a"
         " checkpoint; choose a checkpoint of an architecture that transformers has"
     )
-    assert "run the custom code" not in command.told()
+    assert "run the custom code" not in command.stdout()
     assert not ran.exists()
 
 

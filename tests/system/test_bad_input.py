@@ -1,4 +1,4 @@
-"""Bad input: each record goes to the dead letter queue with the reason, its sender is told, the stream moves on."""
+"""Bad input: each record becomes a dead letter with the reason, its sender gets an answer, and the stream goes on."""
 
 import secrets
 import threading
@@ -43,7 +43,7 @@ from tests.support.tiny_models import added, changed, editable, new_codebook, te
 PROMPT = "The train to the coast leaves at seven"
 LONG = " ".join(["river"] * 41)
 BROKER_LIMIT = 1_048_588
-"""Bytes of a batch that a broker takes unless told otherwise."""
+"""The largest batch in bytes that a broker takes by default."""
 
 
 def json(**fields: Any) -> bytes:
@@ -177,8 +177,8 @@ def running(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFa
         users = Users(settings)
         yield users
         users.close()
-        assert editor.running, editor.said()[-3000:]
-        assert replica.running, replica.said()[-3000:]
+        assert editor.running, editor.stderr()[-3000:]
+        assert replica.running, replica.stderr()[-3000:]
 
 
 def test_bad_requests_are_set_aside_and_good_ones_beside_them_answered(running: Users) -> None:

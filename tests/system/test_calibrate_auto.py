@@ -54,12 +54,12 @@ def test_it_prints_a_table_and_settings_that_an_editor_takes(
 ) -> None:
     plot = tmp_path / "reach.svg"
     command = auto("--layer", LAYER, "--false-positives", "1", "--plot", str(plot), max_steps=150)
-    assert status_of(command) == 0, command.said()
-    told = command.told().splitlines()
-    assert any("rephrases" in line and "s/edit" in line for line in told)
-    assert "queries of an encoder are not tried" in command.said()
-    assert "Settings to use" in command.said()
-    variables = dict(line.split("=", 1) for line in told if line.startswith("GRACESTREAM_"))
+    assert status_of(command) == 0, command.stderr()
+    printed = command.stdout().splitlines()
+    assert any("rephrases" in line and "s/edit" in line for line in printed)
+    assert "queries of an encoder are not tried" in command.stderr()
+    assert "Settings to use" in command.stderr()
+    variables = dict(line.split("=", 1) for line in printed if line.startswith("GRACESTREAM_"))
     assert variables["GRACESTREAM_LAYER"] == "model.layers.1.mlp.down_proj"
     assert variables["GRACESTREAM_MAX_STEPS"] == "150", "what was set is a part of what was measured"
     assert variables["GRACESTREAM_QUERY_SOURCE"] in ("last", "mean"), "the default of a causal model is an encoder"
@@ -71,8 +71,8 @@ def test_it_prints_a_table_and_settings_that_an_editor_takes(
 
 def test_json_has_every_candidate_and_then_the_settings(auto: Callable[..., Command]) -> None:
     command = auto("--layer", LAYER, "--false-positives", "1", "--trials", "3", "--json")
-    assert status_of(command) == 0, command.said()
-    *candidates, last = lines(command.told())
+    assert status_of(command) == 0, command.stderr()
+    *candidates, last = lines(command.stdout())
     assert {(one["query"], one["radius"]) for one in candidates} == {
         (query, radius) for query in ("last", "mean") for radius in ("0.5", "1", "1.5", "2")
     }
@@ -87,8 +87,8 @@ def test_other_kinds_of_model_have_layers_by_rule_and_targets_that_are_made(
 ) -> None:
     requests.write_text("\n".join(map(json.dumps, PROMPTS)))
     command = auto("--false-positives", "1", "--trials", "2", "--json", kind=kind)
-    *candidates, _ = lines(command.told())
-    assert candidates, command.said()
+    *candidates, _ = lines(command.stdout())
+    assert candidates, command.stderr()
     assert all(one["layer"].startswith(layer) for one in candidates)
     assert {one["edited"]["of"] for one in candidates} == {2}
 
@@ -96,7 +96,7 @@ def test_other_kinds_of_model_have_layers_by_rule_and_targets_that_are_made(
 def test_where_values_do_not_train_it_ends_with_status_1_and_says_why(auto: Callable[..., Command]) -> None:
     command = auto("--layer", LAYER, "--json", max_steps=1, learning_rate=1e-4)
     assert status_of(command) == 1
-    last = lines(command.told())[-1]
+    last = lines(command.stdout())[-1]
     assert last["settings"] == {}
     assert "0 of 8 trial edits gave their target" in last["findings"][0]
     assert "raise GRACESTREAM_MAX_STEPS" in last["findings"][0]
@@ -126,7 +126,7 @@ def test_too_few_requests_are_one_sentence(auto: Callable[..., Command], tmp_pat
     (tmp_path / "one").write_text(json.dumps(PROMPTS[0]))
     command = auto("--layer", LAYER, path=tmp_path / "one")
     assert status_of(command) == 1
-    assert "trial edits need two different requests at least, and there are 1; add lines" in command.said()
+    assert "trial edits need two different requests at least, and there are 1; add lines" in command.stderr()
 
 
 def test_ctrl_c_tells_what_was_found_so_far(folder: Path, requests: Path, checkpoints: dict[str, Checkpoint]) -> None:
@@ -134,14 +134,14 @@ def test_ctrl_c_tells_what_was_found_so_far(folder: Path, requests: Path, checkp
     arguments = ["calibrate", str(requests), "--auto", "--model", model, "--trials", "2", "--json"]
     command = Command("calibrate", arguments, folder, **NO_ENCODER, threads=1)
     command.start()
-    wait_until(lambda: command.told().count("\n") >= 1)
+    wait_until(lambda: command.stdout().count("\n") >= 1)
     assert command.process.pid is not None
     os.kill(command.process.pid, signal.SIGINT)
     assert command.wait() in (0, 1)
-    *candidates, last = lines(command.told())
+    *candidates, last = lines(command.stdout())
     assert candidates
     assert last.keys() == {"settings", "findings"}
-    assert "stopped" in command.said()
+    assert "stopped" in command.stderr()
     assert any("settings were tried" in finding for finding in last["findings"])
 
 
@@ -149,7 +149,7 @@ def test_options_of_trial_edits_need_auto(run: Callable[..., Command], requests:
     for option, value in (("--trials", "3"), ("--false-positives", "0.1"), ("--minutes", "1"), ("--plot", "x.svg")):
         command = run("calibrate", str(requests), option, value)
         assert status_of(command) == 2
-        assert f"{option} needs --auto" in " ".join(command.said().replace("│", "").split())
+        assert f"{option} needs --auto" in " ".join(command.stderr().replace("│", "").split())
 
 
 def test_a_plot_that_cannot_be_written_is_told_before_the_work(auto: Callable[..., Command]) -> None:

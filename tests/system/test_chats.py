@@ -104,8 +104,8 @@ def corrected(system: System) -> System:
 
 
 def lines(command: Command) -> list[Any]:
-    assert status_of(command) == 0, command.said()
-    return [json.loads(line) for line in command.told().splitlines()]
+    assert status_of(command) == 0, command.stderr()
+    return [json.loads(line) for line in command.stdout().splitlines()]
 
 
 @pytest.mark.parametrize(("name", "inputs"), [("plain", PLAIN), ("later", LATER), ("signed", SIGNED)])
@@ -139,7 +139,7 @@ def test_the_command_line_asks_and_corrects_chats(corrected: System, run: Run) -
     assert undone["status"] == "undone"
     refused = run("send", settings=corrected.settings, given='{"inputs": [{"role": "bot", "content": "x"}]}')
     assert status_of(refused) == 2
-    assert "`inputs[0].role` is 'bot'; use system, user or assistant" in " ".join(refused.said().split())
+    assert "`inputs[0].role` is 'bot'; use system, user or assistant" in " ".join(refused.stderr().split())
 
 
 def test_the_history_prints_chats(corrected: System, run: Run) -> None:
@@ -147,18 +147,18 @@ def test_the_history_prints_chats(corrected: System, run: Run) -> None:
     inputs = {step["feedback_id"]: step["inputs"] for step in shown if step.get("feedback_id")}
     assert inputs["plain"] == f"user: {PROMPTS[0]}"
     assert inputs["later"] == (f"system: {PROMPTS[3]} | user: {PROMPTS[1]} | assistant: river | user: {PROMPTS[2]}")
-    told = lines(run("corrections", settings=corrected.settings))
-    assert next(one for one in told if one["feedback_id"] == "later")["inputs"] == as_json(LATER)
+    listed = lines(run("corrections", settings=corrected.settings))
+    assert next(one for one in listed if one["feedback_id"] == "later")["inputs"] == as_json(LATER)
     last = str(len(deltas_in_log(corrected.settings)))
     (found,) = lines(run("diff", "1", last, "--json", settings=corrected.settings))
     assert f"user: {PROMPTS[0]}" in [change["inputs"] for change in found["inputs"]]
 
 
 def test_training_anew_gives_the_recorded_history_bit_for_bit(corrected: System, run: Run) -> None:
-    (told,) = lines(run("replay", "--retrain", "--json", settings=corrected.settings))
-    assert told["decisions"] >= 3
-    assert told["first_difference"] is None
-    assert told["digest"] == told["recorded_digest"]
+    (report,) = lines(run("replay", "--retrain", "--json", settings=corrected.settings))
+    assert report["decisions"] >= 3
+    assert report["first_difference"] is None
+    assert report["digest"] == report["recorded_digest"]
 
 
 BAD: dict[str, tuple[Any, str]] = {

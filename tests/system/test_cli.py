@@ -36,16 +36,16 @@ class TestTopics:
         settings = settings_for(kafka, redis_url, prefix)
         first = run("topics", "--partitions", "3", settings=settings)
         assert status_of(first) == 0
-        assert all(settings.kafka.topic(topic.name) in first.told() for topic in TOPICS)
+        assert all(settings.kafka.topic(topic.name) in first.stdout() for topic in TOPICS)
         client = admin(settings.kafka)
         described = client.describe_topics([settings.kafka.topic(topic.name) for topic in TOPICS])
         client.close()
         assert {topic["name"].removeprefix(prefix): len(topic["partitions"]) for topic in described} == {
             topic.name: topic.partitions or 3 for topic in TOPICS
         }
-        assert first.said().startswith("there is one copy of each topic: ")
+        assert first.stderr().startswith("there is one copy of each topic: ")
         again = run("topics", "--partitions", "3", settings=settings)
-        assert (status_of(again), again.told(), again.said()) == (0, "all topics exist\n", "")
+        assert (status_of(again), again.stdout(), again.stderr()) == (0, "all topics exist\n", "")
         more = sentence(run("topics", "--partitions", "4", settings=settings))
         assert more == f"{prefix}requests has 3 partitions, not 4; add some with kafka-topics.sh"
         safer = sentence(run("topics", "--replication", "3", settings=settings))
@@ -132,8 +132,8 @@ class TestTraffic:
             run("send", settings=running, given="\n".join(asked)),
             run("send", "-", settings=running, given="\n".join(asked)),
         ):
-            answers = lines(command.told())
-            assert status_of(command) == 0, command.said()
+            answers = lines(command.stdout())
+            assert status_of(command) == 0, command.stderr()
             assert len(answers) == 2
             assert "mine" in {answer["request_id"] for answer in answers}
             assert all(answer["outputs"]["text"] and answer["replica"] == "replica" for answer in answers)
@@ -143,8 +143,8 @@ class TestTraffic:
         answers = []
         for given in (PROMPTS[0], fields):
             command = run("send", given, settings=running)
-            assert status_of(command) == 0, command.said()
-            answers += lines(command.told())
+            assert status_of(command) == 0, command.stderr()
+            answers += lines(command.stdout())
         assert answers[0]["outputs"] == answers[1]["outputs"]
         assert answers[1]["request_id"] == "given"
         sent = [json.loads(record.value)["inputs"] for record in records(running, "requests")]
@@ -153,9 +153,9 @@ class TestTraffic:
     def test_corrections_get_their_outcomes(self, run: Callable[..., Command], running: Settings) -> None:
         given = [{"inputs": prompt, "target": "museum", "feedback_id": prompt} for prompt in PROMPTS[2:5]]
         command = run("correct", settings=running, given="\n".join(map(json.dumps, given)))
-        assert status_of(command) == 0, command.said()
-        assert [outcome["feedback_id"] for outcome in lines(command.told())] == PROMPTS[2:5]
-        assert lines(command.told())[0]["status"] == "added"
+        assert status_of(command) == 0, command.stderr()
+        assert [outcome["feedback_id"] for outcome in lines(command.stdout())] == PROMPTS[2:5]
+        assert lines(command.stdout())[0]["status"] == "added"
 
     def test_a_correction_with_rephrases_is_right_in_all_its_words_until_it_is_undone(
         self, run: Callable[..., Command], running: Settings
@@ -164,27 +164,27 @@ class TestTraffic:
         asked = "\n".join(map(json.dumps, texts))
 
         def answers() -> list[str]:
-            return [answer["outputs"]["text"] for answer in lines(run("send", settings=running, given=asked).told())]
+            return [answer["outputs"]["text"] for answer in lines(run("send", settings=running, given=asked).stdout())]
 
         before = answers()
         given = {"inputs": texts[0], "target": "museum", "feedback_id": "words"}
         command = run(
             "correct", "--rephrase", texts[1], "--rephrase", texts[2], settings=running, given=json.dumps(given)
         )
-        assert status_of(command) == 0, command.said()
-        (outcome,) = lines(command.told())
+        assert status_of(command) == 0, command.stderr()
+        (outcome,) = lines(command.stdout())
         assert (outcome["status"], outcome["entry_id"], outcome.get("left_out")) == ("added", "words", None)
-        entries = lines(run("send", settings=running, given=asked).told())
+        entries = lines(run("send", settings=running, given=asked).stdout())
         assert [answer["edit"]["entry_id"] for answer in entries] == ["words", "words#1", "words#2"]
         assert answers() == ["museum"] * 3
         replayed = run("replay", "--json", settings=running)
         retrained = run("replay", "--retrain", "--json", settings=running)
-        assert status_of(retrained) == 0, retrained.said()
-        assert lines(replayed.told())[0]["state_digest"] == lines(retrained.told())[0]["state_digest"]
-        told = lines(run("corrections", settings=running).told())
-        assert [one["rephrases"] for one in told if one["feedback_id"] == "words"] == [texts[1:]]
+        assert status_of(retrained) == 0, retrained.stderr()
+        assert lines(replayed.stdout())[0]["state_digest"] == lines(retrained.stdout())[0]["state_digest"]
+        listed = lines(run("corrections", settings=running).stdout())
+        assert [one["rephrases"] for one in listed if one["feedback_id"] == "words"] == [texts[1:]]
         seq = outcome["seq"]
-        (found,) = lines(run("diff", str(seq - 1), str(seq), "--json", settings=running).told())
+        (found,) = lines(run("diff", str(seq - 1), str(seq), "--json", settings=running).stdout())
         assert [(change["inputs"], change["after"]) for change in found["inputs"]] == [(one, "museum") for one in texts]
         assert status_of(run("undo", "words", settings=running)) == 0
         assert answers() == before
@@ -200,13 +200,13 @@ class TestTraffic:
         ):
             command = run("correct", "--rephrase", "z", settings=running, given=given)
             assert status_of(command) == 2
-            assert said in " ".join(command.said().replace("│", " ").split())
+            assert said in " ".join(command.stderr().replace("│", " ").split())
 
     def test_answers_come_in_the_order_of_the_questions(self, run: Callable[..., Command], running: Settings) -> None:
         ids = [f"q{number}" for number in range(len(PROMPTS))]
         asked = [json.dumps({"inputs": one, "request_id": name}) for one, name in zip(PROMPTS, ids, strict=True)]
         command = run("send", settings=running, given="\n".join(asked))
-        assert [answer["request_id"] for answer in lines(command.told())] == ids
+        assert [answer["request_id"] for answer in lines(command.stdout())] == ids
 
     def test_a_person_gets_a_table_with_the_question_beside_its_answer(
         self,
@@ -223,18 +223,18 @@ class TestTraffic:
             with pytest.raises(SystemExit) as ended:
                 main(["send", str(folder / "questions"), *options])
             assert ended.value.code == 0
-            told = capsys.readouterr().out
-            assert shown in told
-            assert [prompt in told for prompt in PROMPTS[6:8]] == [not options] * 2
-        assert told.index(PROMPTS[6]) < told.index(PROMPTS[7])
+            printed = capsys.readouterr().out
+            assert shown in printed
+            assert [prompt in printed for prompt in PROMPTS[6:8]] == [not options] * 2
+        assert printed.index(PROMPTS[6]) < printed.index(PROMPTS[7])
 
     def test_an_error_among_the_answers_is_told_and_the_status_is_1(
         self, run: Callable[..., Command], running: Settings
     ) -> None:
         asked = [PROMPTS[0], " ".join(PROMPTS), PROMPTS[1]]
         command = run("send", settings=running, given="\n".join(map(json.dumps, asked)))
-        assert (status_of(command), command.said()) == (1, "1 of 3 got an error\n")
-        assert ["limit is 40" in answer.get("error", "") for answer in lines(command.told())] == [False, True, False]
+        assert (status_of(command), command.stderr()) == (1, "1 of 3 got an error\n")
+        assert ["limit is 40" in answer.get("error", "") for answer in lines(command.stdout())] == [False, True, False]
 
     def test_a_rejection_among_the_outcomes_is_told_and_the_status_is_1(
         self, run: Callable[..., Command], running: Settings
@@ -243,19 +243,19 @@ class TestTraffic:
         assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
         again = [{**given, "target": "river"}, {**given, "feedback_id": "twice"}]
         command = run("correct", settings=running, given="\n".join(map(json.dumps, again)))
-        assert (status_of(command), command.said()) == (1, "1 of 2 rejected\n")
-        assert [outcome["status"] for outcome in lines(command.told())] == ["rejected", "unchanged"]
+        assert (status_of(command), command.stderr()) == (1, "1 of 2 rejected\n")
+        assert [outcome["status"] for outcome in lines(command.stdout())] == ["rejected", "unchanged"]
         undone = run("undo", "nobody", settings=running)
-        assert (status_of(undone), undone.said()) == (1, "1 of 1 rejected\n")
-        assert lines(undone.told())[0]["status"] == "rejected"
+        assert (status_of(undone), undone.stderr()) == (1, "1 of 1 rejected\n")
+        assert lines(undone.stdout())[0]["status"] == "rejected"
 
     def test_it_need_not_wait(self, run: Callable[..., Command], running: Settings) -> None:
         command = run("correct", "--no-wait", settings=running, given='{"inputs": "The cat", "target": "river"}')
-        assert (status_of(command), command.told(), command.said()) == (0, "", "sent 1\n")
+        assert (status_of(command), command.stdout(), command.stderr()) == (0, "", "sent 1\n")
 
     def test_what_gets_no_reply_is_counted(self, run: Callable[..., Command], deployment: Settings) -> None:
         command = run("send", "--timeout", "1", settings=deployment, given='"one"\n"two"')
-        assert (status_of(command), command.said()) == (
+        assert (status_of(command), command.stderr()) == (
             1,
             "2 of 2 got no reply within 1 s; check that a replica runs with this --prefix, or raise --timeout\n",
         )
@@ -285,8 +285,8 @@ class TestTraffic:
         good = {"send": '"good"', "correct": '{"inputs": "good", "target": "river"}'}[command]
         ran = run(command, settings=deployment, given=f"{good}\n{line}\n")
         assert status_of(ran) not in {0, None}
-        assert complaint in " ".join(ran.said().split()), ran.said()
-        assert "Traceback" not in ran.said()
+        assert complaint in " ".join(ran.stderr().split()), ran.stderr()
+        assert "Traceback" not in ran.stderr()
         assert records(deployment, "requests") == records(deployment, "feedback") == []
 
     @pytest.mark.parametrize("command", ["send", "correct"])
@@ -297,7 +297,7 @@ class TestTraffic:
         given = [{"inputs": text, **fields} for text in ("one", "two")]
         ran = run(command, settings=deployment, given="\n\n".join(map(json.dumps, given)))
         assert status_of(ran) == 2
-        said = " ".join(ran.said().replace("│", " ").split())
+        said = " ".join(ran.stderr().replace("│", " ").split())
         assert "line 3 has the id 'mine' of line 1; give each line an id of its own" in said
         assert records(deployment, "requests") == records(deployment, "feedback") == []
 
@@ -305,12 +305,12 @@ class TestTraffic:
         for name in ("no-such-file.jsonl", "no/such/file"):
             ran = run("send", name, settings=deployment)
             assert status_of(ran) == 2
-            assert f"there is no file '{name}'" in " ".join(ran.said().replace("│", " ").split())
+            assert f"there is no file '{name}'" in " ".join(ran.stderr().replace("│", " ").split())
 
     def test_a_text_in_place_of_corrections_is_no_file(self, run: Callable[..., Command], deployment: Settings) -> None:
         ran = run("correct", "a text alone", settings=deployment)
         assert status_of(ran) == 2
-        said = " ".join(ran.said().replace("│", " ").split())
+        said = " ".join(ran.stderr().replace("│", " ").split())
         assert "there is no file 'a text alone'; give a file of JSON lines, or - for standard input" in said
 
 
@@ -325,12 +325,12 @@ class TestHistory:
     ) -> None:
         path = tmp_path / "codebook.safetensors"
         command = run("replay", "--json", "--output", str(path), settings=running)
-        assert status_of(command) == 0, command.said()
-        (told,) = lines(command.told())
+        assert status_of(command) == 0, command.stderr()
+        (described,) = lines(command.stdout())
         codebook = replay_deltas(running.kafka)
         assert codebook is not None
-        assert told == codebook.describe() == load_codebook(path).describe()
-        assert codebook.layer in run("replay", settings=running).told()
+        assert described == codebook.describe() == load_codebook(path).describe()
+        assert codebook.layer in run("replay", settings=running).stdout()
 
     def test_evaluate_measures_the_codebook_on_cases(
         self, run: Callable[..., Command], running: Settings, tmp_path: Path
@@ -344,22 +344,22 @@ class TestHistory:
         path = tmp_path / "cases.jsonl"
         path.write_text("\n".join(map(json.dumps, cases)))
         command = run("evaluate", str(path), "--json", settings=running)
-        assert status_of(command) == 1, command.said()
-        *results, counted = lines(command.told())
+        assert status_of(command) == 1, command.stderr()
+        *results, counted = lines(command.stdout())
         assert [result["verdict"] for result in results] == ["correct", "changed", "unchanged"]
         assert results[0]["entry_id"] == correction.feedback_id
         assert counted["seq"] == replay_deltas(running.kafka).seq  # type: ignore[union-attr]
         assert (counted["passed"], counted["captured"], counted["broken"]) == (2, 2, 0)
         before = run("evaluate", str(path), "--seq", str(correction.seq - 1), "--json", settings=running)
-        assert [result["verdict"] for result in lines(before.told())[:-1]] == ["wrong", "unchanged", "unchanged"]
-        table = run("evaluate", str(path), settings=running).told()
+        assert [result["verdict"] for result in lines(before.stdout())[:-1]] == ["wrong", "unchanged", "unchanged"]
+        table = run("evaluate", str(path), settings=running).stdout()
         assert str(correction.target) in table
         assert "bread room" not in table, "that case passed"
         path.write_text(json.dumps(cases[0]))
         after = run("evaluate", str(path), settings=running)
-        assert status_of(after) == 0, after.said()
-        assert "1 of 1 correct (1 exactly), 0 of 0 unchanged; an entry serves 1 of 1, 0 of them" in after.said()
-        assert after.told() == ""
+        assert status_of(after) == 0, after.stderr()
+        assert "1 of 1 correct (1 exactly), 0 of 0 unchanged; an entry serves 1 of 1, 0 of them" in after.stderr()
+        assert after.stdout() == ""
 
     def test_evaluate_names_the_line_that_is_no_case(
         self, run: Callable[..., Command], running: Settings, tmp_path: Path
@@ -374,16 +374,16 @@ class TestHistory:
             path.write_text(f"\n{line}")
             command = run("evaluate", str(path), settings=running)
             assert status_of(command) == 2
-            said = " ".join(command.said().replace("│", " ").split())
+            said = " ".join(command.stderr().replace("│", " ").split())
             assert why in said
             assert "line 2" in said or not line
 
     def test_replay_goes_up_to_a_seq_or_a_time(self, run: Callable[..., Command], running: Settings) -> None:
-        (told,) = lines(run("replay", "--json", "--seq", "1", settings=running).told())
-        assert (told["seq"], told["entries"]) == (1, 0)
+        (replayed,) = lines(run("replay", "--json", "--seq", "1", settings=running).stdout())
+        assert (replayed["seq"], replayed["entries"]) == (1, 0)
         long_ago = run("replay", "--at", "2020-01-01", settings=running)
         assert sentence(long_ago).startswith("the history has no delta up to this point; `gracestream inspect` lists")
-        (later,) = lines(run("replay", "--json", "--at", "2120-01-01T00:00:00", settings=running).told())
+        (later,) = lines(run("replay", "--json", "--at", "2120-01-01T00:00:00", settings=running).stdout())
         assert later["seq"] > 1
         assert "there is no 100000 yet" in sentence(run("replay", "--seq", "100000", settings=running))
 
@@ -391,14 +391,14 @@ class TestHistory:
         assert "/no/such" in sentence(run("replay", "--output", "/no/such/folder/codebook", settings=running))
 
     def test_inspect_tells_every_step(self, run: Callable[..., Command], running: Settings) -> None:
-        steps = lines(run("inspect", "--json", settings=running).told())
+        steps = lines(run("inspect", "--json", settings=running).stdout())
         assert [step["seq"] for step in steps] == list(range(1, len(steps) + 1))
         assert steps[0]["op"] == "lead"
         entry = next(iter(steps[1]["entries"]))
-        table = run("inspect", settings=running).told()
+        table = run("inspect", settings=running).stdout()
         assert steps[1]["target"] in table
         assert "lead" in table
-        *only, hits = lines(run("inspect", entry, "--json", settings=running).told())
+        *only, hits = lines(run("inspect", entry, "--json", settings=running).stdout())
         assert only
         assert "count" in hits["hits"]
         assert all(entry in step["entries"] for step in only)
@@ -410,22 +410,22 @@ class TestHistory:
     ) -> None:
         given = [{"inputs": PROMPTS[11], "target": "museum", "feedback_id": name} for name in ("needed", "needless")]
         sent = run("correct", settings=running, given="\n".join(map(json.dumps, given)))
-        statuses = [outcome["status"] for outcome in lines(sent.told())]
+        statuses = [outcome["status"] for outcome in lines(sent.stdout())]
         assert statuses[1] == "unchanged"
-        steps = {step["feedback_id"]: step for step in lines(run("inspect", "--json", settings=running).told())}
+        steps = {step["feedback_id"]: step for step in lines(run("inspect", "--json", settings=running).stdout())}
         assert [steps[name]["outcome"] for name in ("needed", "needless")] == statuses
-        (row,) = [row for row in run("inspect", settings=running).told().splitlines() if "needless" in row]
+        (row,) = [row for row in run("inspect", settings=running).stdout().splitlines() if "needless" in row]
         assert "│ unchanged │" in row
 
     def test_inspect_shows_the_beginning_of_a_long_input(self, run: Callable[..., Command], running: Settings) -> None:
         long = f"{PROMPTS[7]}{' ' * 120}end"
         given = {"inputs": long, "target": "museum", "feedback_id": "long"}
         assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
-        (row,) = [row for row in run("inspect", settings=running).told().splitlines() if "│ long " in row]
+        (row,) = [row for row in run("inspect", settings=running).stdout().splitlines() if "│ long " in row]
         assert f"│ {long[:100]}… │" in row
-        (row,) = [row for row in run("inspect", "--full", settings=running).told().splitlines() if "│ long " in row]
+        (row,) = [row for row in run("inspect", "--full", settings=running).stdout().splitlines() if "│ long " in row]
         assert f"│ {long} │" in row
-        assert long in [step["inputs"] for step in lines(run("inspect", "--json", settings=running).told())]
+        assert long in [step["inputs"] for step in lines(run("inspect", "--json", settings=running).stdout())]
 
     def test_inspect_breaks_no_id_where_there_is_no_terminal(
         self, run: Callable[..., Command], running: Settings
@@ -433,19 +433,19 @@ class TestHistory:
         wide = "w" * 250
         given = {"inputs": PROMPTS[9], "target": "museum", "feedback_id": wide}
         assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
-        (row,) = [row for row in run("inspect", settings=running).told().splitlines() if wide in row]
+        (row,) = [row for row in run("inspect", settings=running).stdout().splitlines() if wide in row]
         assert row.count(wide) == 2, "as the feedback's id and as the entry's"
-        assert wide in run("inspect", wide, settings=running).told()
+        assert wide in run("inspect", wide, settings=running).stdout()
 
     def test_inspect_steers_no_terminal(self, run: Callable[..., Command], running: Settings) -> None:
         hostile = "\x1b[2J\x9b8m\u202e\U000e0001 ü"
         given = {"inputs": PROMPTS[10], "target": "museum", "feedback_id": hostile}
         assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
-        table = run("inspect", settings=running).told()
+        table = run("inspect", settings=running).stdout()
         assert "\\x1b[2J\\x9b8m\\u202e\\U000e0001 ü" in table
-        told = run("inspect", "--json", settings=running).told()
-        assert hostile in [step["feedback_id"] for step in lines(told)]
-        assert not {one for one in table + told if not one.isprintable()} - {"\n"}
+        printed = run("inspect", "--json", settings=running).stdout()
+        assert hostile in [step["feedback_id"] for step in lines(printed)]
+        assert not {one for one in table + printed if not one.isprintable()} - {"\n"}
 
     @pytest.mark.parametrize("command", ["replay", "inspect"])
     def test_a_deployment_without_topics_is_told_how_to_make_them(
@@ -458,9 +458,9 @@ class TestHistory:
 class TestTuning:
     def test_layers_are_listed(self, run: Callable[..., Command], checkpoints: dict[str, Checkpoint]) -> None:
         model = str(checkpoints["llama"].folder)
-        found = lines(run("layers", "--model", model, "--json").told())
+        found = lines(run("layers", "--model", model, "--json").stdout())
         assert {"path": "model.layers.*.mlp.down_proj", "count": 3, "kind": "Linear", "shape": [192, 384]} in found
-        assert "model.layers.*.mlp.down_proj" in run("layers", "--model", model).told()
+        assert "model.layers.*.mlp.down_proj" in run("layers", "--model", model).stdout()
 
     @pytest.mark.model
     def test_a_known_model_is_built_and_its_folder_printed(self, run: Callable[..., Command], tmp_path: Path) -> None:
@@ -468,9 +468,9 @@ class TestTuning:
         said = []
         for _ in range(2):
             command = run("prepare", "intent", cache_dir=str(tmp_path))
-            assert status_of(command) == 0, command.said()
-            assert command.told() == f"{folder}\n"
-            said.append(command.said())
+            assert status_of(command) == 0, command.stderr()
+            assert command.stdout() == f"{folder}\n"
+            said.append(command.stderr())
         assert said[0].startswith("building the demo's intent classifier")
         assert said[1] == ""
         assert (folder / "model.safetensors").exists()
@@ -489,15 +489,15 @@ class TestTuning:
         refused = run(*given)
         assert status_of(refused) == 2
         assert "name one layer, or set GRACESTREAM_QUERY_SOURCE=last to compare layers" in " ".join(
-            refused.said().split()
+            refused.stderr().split()
         )
         command = run(*given, query_source="last")
-        assert status_of(command) == 0, command.said()
-        assert [row["layer"] for row in lines(command.told())] == [
+        assert status_of(command) == 0, command.stderr()
+        assert [row["layer"] for row in lines(command.stdout())] == [
             "model.layers.0.mlp.down_proj",
             "model.layers.2.mlp.up_proj",
         ]
-        assert all(0 <= row["noise"] < row["median"] for row in lines(command.told()))
+        assert all(0 <= row["noise"] < row["median"] for row in lines(command.stdout()))
 
     def test_calibrate_names_what_it_cannot_measure(
         self, run: Callable[..., Command], checkpoints: dict[str, Checkpoint]

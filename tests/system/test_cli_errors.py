@@ -53,7 +53,7 @@ def test_a_command_does_not_wait_for_a_host_without_an_address_and_names_what_wa
     assert said.startswith("Kafka at no-host.invalid:9092")
     assert "cannot be reached, its host name is unknown: " in said
     assert said.endswith(f"; is {named} right?")
-    assert "waiting" not in ran.said()
+    assert "waiting" not in ran.stderr()
 
 
 def test_a_name_without_an_address_among_others_does_not_hide_that_of_a_broker(
@@ -65,14 +65,14 @@ def test_a_name_without_an_address_among_others_does_not_hide_that_of_a_broker(
     assert given.endswith(", or correct the prefix, --prefix")
     waited = run("inspect", kafka=f"127.0.0.1:{find_free_port()},no-host.invalid:9092", startup_timeout=2)
     assert "does not answer" in sentence(waited)
-    assert "waiting for Kafka" in waited.said()
+    assert "waiting for Kafka" in waited.stderr()
 
 
 @pytest.mark.parametrize("command", ["infer", "edit", "topics"])
 def test_a_service_waits_for_a_name_that_may_appear_later(run: Callable[..., Command], command: str) -> None:
     ran = run(command, kafka="no-host.invalid:9092", startup_timeout=2)
     assert "does not answer over PLAINTEXT (its host name is unknown: " in sentence(ran)
-    assert "waiting for Kafka at no-host.invalid:9092, 2 s more (its host name is unknown: " in ran.said()
+    assert "waiting for Kafka at no-host.invalid:9092, 2 s more (its host name is unknown: " in ran.stderr()
 
 
 def test_a_model_that_an_option_names_is_not_blamed_on_the_environment(
@@ -85,14 +85,14 @@ def test_a_model_that_an_option_names_is_not_blamed_on_the_environment(
 
 def test_the_version_is_that_of_the_package(run: Callable[..., Command]) -> None:
     ran = run("--version")
-    assert (status_of(ran), ran.told()) == (0, f"gracestream {version('gracestream')}\n")
+    assert (status_of(ran), ran.stdout()) == (0, f"gracestream {version('gracestream')}\n")
 
 
 def test_a_kafka_that_is_no_address_is_not_waited_for(run: Callable[..., Command]) -> None:
     for command in ("replay", "infer"):
         ran = run(command, kafka="broker", startup_timeout=600)
         assert sentence(ran).startswith("GRACESTREAM_KAFKA: 'broker' is not host:port; set it to ")
-        assert "waiting" not in ran.said()
+        assert "waiting" not in ran.stderr()
 
 
 def test_a_redis_url_that_is_none(run: Callable[..., Command], deployment: Settings) -> None:
@@ -176,7 +176,7 @@ def test_a_layer_that_cannot_be_edited(run: Callable[..., Command], deployment: 
 def test_a_time_that_is_none_is_told_before_anything_is_asked(run: Callable[..., Command], given: list[str]) -> None:
     ran = run(*given, kafka=f"127.0.0.1:{find_free_port()}", startup_timeout=600)
     assert status_of(ran) == 2
-    assert "like 2026-11-20T18:00:00" in " ".join(ran.said().split())
+    assert "like 2026-11-20T18:00:00" in " ".join(ran.stderr().split())
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_what_is_wrong_with_what_is_given_is_told_before_anything_is_asked(
     there = [str(tmp_path / one) if one.endswith(".jsonl") else one for one in given]
     ran = run(*there, kafka=f"127.0.0.1:{find_free_port()}", startup_timeout=600)
     assert status_of(ran) == 2
-    assert complaint in " ".join(ran.said().replace("│", " ").split())
+    assert complaint in " ".join(ran.stderr().replace("│", " ").split())
 
 
 def test_a_file_where_data_are_to_go(run: Callable[..., Command], tmp_path: Path) -> None:
@@ -238,26 +238,26 @@ def test_what_libraries_log_while_kafka_is_away_is_not_what_a_command_says(
     own_kafka.kill()
     (tmp_path / "go-on").touch()
     own_kafka.start()
-    assert (reader.wait(), reader.said()) == (0, "")
-    assert reader.told() == f"would send {reading.BULK_MIN_OFFSETS + 1000} to {settings.kafka.topic('requests')}\n"
+    assert (reader.wait(), reader.stderr()) == (0, "")
+    assert reader.stdout() == f"would send {reading.BULK_MIN_OFFSETS + 1000} to {settings.kafka.topic('requests')}\n"
 
 
 class TestUp:
-    """What is wrong is told before anything starts: there is no folder of Kafka's data then."""
+    """An error is reported before anything starts, so Kafka has no data folder."""
 
     def test_a_layer_that_does_not_exist(
         self, run: Callable[..., Command], tmp_path: Path, checkpoints: dict[str, Checkpoint]
     ) -> None:
         model = str(checkpoints["llama"].folder)
         ran = run("up", "--model", model, "--layer", "nope", "--data", str(tmp_path / "data"))
-        assert "gracestream: layer 'nope' not found in LlamaForCausalLM" in ran.said().splitlines()[-1]
-        assert "starting" not in ran.said()
+        assert "gracestream: layer 'nope' not found in LlamaForCausalLM" in ran.stderr().splitlines()[-1]
+        assert "starting" not in ran.stderr()
         assert not (tmp_path / "data" / "kafka").exists()
 
     def test_a_model_that_does_not_exist(self, run: Callable[..., Command], tmp_path: Path) -> None:
         ran = run("up", "--model", "/no/such/model", "--data", str(tmp_path / "data"))
-        assert "the model '/no/such/model' cannot be loaded" in ran.said().splitlines()[-1]
-        assert ran.said().splitlines()[-1].endswith("; choose another --model")
+        assert "the model '/no/such/model' cannot be loaded" in ran.stderr().splitlines()[-1]
+        assert ran.stderr().splitlines()[-1].endswith("; choose another --model")
         assert not (tmp_path / "data" / "kafka").exists()
 
     @pytest.mark.parametrize(
@@ -341,4 +341,4 @@ def test_a_setting_that_is_wrong(run: Callable[..., Command], setting: str, valu
 def test_a_command_that_does_not_exist(run: Callable[..., Command]) -> None:
     command = run("inferr")
     assert status_of(command) == 2
-    assert "inferr" in command.said()
+    assert "inferr" in command.stderr()

@@ -113,8 +113,8 @@ class TestLetters:
     ) -> None:
         names: list[tuple[str, bytes]] = [(Unreadable("reason"), b"forged"), ("reason", b"true")]
         send(deployment, "feedback.dlq", [Hostile(b"1", None, names), Hostile(b"2", None, [])], partitions=1)
-        told = run("dlq", "list", "feedback", "--json", settings=deployment).told()
-        listed = [json.loads(line) for line in told.splitlines()]
+        printed = run("dlq", "list", "feedback", "--json", settings=deployment).stdout()
+        listed = [json.loads(line) for line in printed.splitlines()]
         assert [(letter["value"], letter["reason"]) for letter in listed] == [("1", "true"), ("2", "")]
         run("dlq", "replay", "feedback", "--all", settings=deployment)
         assert [record.value for record in records(deployment, "feedback")] == [b"1", b"2"]
@@ -126,20 +126,20 @@ class TestList:
     ) -> None:
         set_aside(deployment, "requests", "\x1b[2J\u202e".encode(), b"\xff\x00", b"[red]", None)
         command = run("dlq", "list", settings=deployment)
-        assert status_of(command) == 0, command.said()
-        told = command.told()
-        assert "reason 0" in told
-        cells = "".join(line.split("│")[-2].strip() for line in told.splitlines() if "│" in line)  # folded
+        assert status_of(command) == 0, command.stderr()
+        printed = command.stdout()
+        assert "reason 0" in printed
+        cells = "".join(line.split("│")[-2].strip() for line in printed.splitlines() if "│" in line)  # folded
         assert cells == "\\x1b[2J\\u202e\\xff\\x00[red]"
-        assert "0/2" in told
-        assert all(character.isprintable() or character == "\n" for character in told)
+        assert "0/2" in printed
+        assert all(character.isprintable() or character == "\n" for character in printed)
 
     def test_json_has_the_whole_record(self, run: Callable[..., Command], deployment: Settings) -> None:
         long = json.dumps({"inputs": "ü" * 500}, ensure_ascii=False).encode()
         set_aside(deployment, "feedback", long, b"\xff\x1b", key=b"\xfe")
         command = run("dlq", "list", "feedback", "--json", settings=deployment)
-        assert not {one for one in command.told() if not one.isprintable()} - {"\n"}
-        first, second = (json.loads(line) for line in command.told().splitlines())
+        assert not {one for one in command.stdout() if not one.isprintable()} - {"\n"}
+        first, second = (json.loads(line) for line in command.stdout().splitlines())
         assert first["value"].encode() == long
         assert (first["queue"], first["offset"], first["source_offset"]) == ("feedback.dlq", 0, 0)
         assert (first["reason"], first["cut"], first["size"]) == ("reason 0", False, len(long))
@@ -149,13 +149,13 @@ class TestList:
     def test_it_shows_the_last_ones(self, run: Callable[..., Command], deployment: Settings) -> None:
         set_aside(deployment, "requests", *(b"%d" % number for number in range(30)))
         command = run("dlq", "list", "requests", "--limit", "2", "--json", settings=deployment)
-        assert [json.loads(line)["value"] for line in command.told().splitlines()] == ["28", "29"]
+        assert [json.loads(line)["value"] for line in command.stdout().splitlines()] == ["28", "29"]
 
     def test_an_empty_queue_is_no_error(self, run: Callable[..., Command], deployment: Settings) -> None:
         command = run("dlq", "list", settings=deployment)
-        assert (status_of(command), command.told()) == (0, "")
-        assert command.said() == "no dead letters of requests or feedback\n"
-        assert run("dlq", "list", "--json", settings=deployment).told() == ""
+        assert (status_of(command), command.stdout()) == (0, "")
+        assert command.stderr() == "no dead letters of requests or feedback\n"
+        assert run("dlq", "list", "--json", settings=deployment).stdout() == ""
 
 
 class TestReplay:
@@ -164,7 +164,7 @@ class TestReplay:
     ) -> None:
         set_aside(deployment, "requests", b"one", b"\xff two", None, key=b"\x00key")
         command = run("dlq", "replay", "requests", "--offset", "1", "--offset", "2", settings=deployment)
-        assert command.told() == f"sent 2 to {deployment.kafka.topic('requests')}\n", command.said()
+        assert command.stdout() == f"sent 2 to {deployment.kafka.topic('requests')}\n", command.stderr()
         sent = {headers_of(record)["replayed_from"]: record for record in records(deployment, "requests")}
         assert sent.keys() == {"requests.dlq/1", "requests.dlq/2"}
         assert sent["requests.dlq/1"].value == b"\xff two"
@@ -177,15 +177,15 @@ class TestReplay:
     ) -> None:
         set_aside(deployment, "feedback", b"one", b"two", b"one", b"one")
         command = run("dlq", "replay", "feedback", "--all", settings=deployment)
-        told = f"sent 2 to {deployment.kafka.topic('feedback')}; left out 2, each equal to a letter that was sent\n"
-        assert command.told() == told, command.said()
+        expected = f"sent 2 to {deployment.kafka.topic('feedback')}; left out 2, each equal to a letter that was sent\n"
+        assert command.stdout() == expected, command.stderr()
         assert [record.value for record in records(deployment, "feedback")] == [b"one", b"two"]
 
     def test_a_dry_run_sends_nothing(self, run: Callable[..., Command], deployment: Settings) -> None:
         set_aside(deployment, "requests", b"one")
         command = run("dlq", "replay", "--all", "--dry-run", settings=deployment)
         names = [deployment.kafka.topic(source) for source in ("requests", "feedback")]
-        assert command.told() == f"would send 1 to {names[0]}\nwould send 0 to {names[1]}\n"
+        assert command.stdout() == f"would send 1 to {names[0]}\nwould send 0 to {names[1]}\n"
         assert records(deployment, "requests") == []
 
     def test_one_that_was_cut_is_never_sent(self, run: Callable[..., Command], deployment: Settings) -> None:
@@ -194,7 +194,9 @@ class TestReplay:
         assert f"offset 1 of requests.dlq had {MAX_UNTRUNCATED_BYTES + 1} bytes and was truncated" in said
         assert records(deployment, "requests") == [], "all or nothing"
         command = run("dlq", "replay", "requests", "--all", settings=deployment)
-        assert command.told() == f"sent 1 to {deployment.kafka.topic('requests')}; 1 is truncated and cannot be sent\n"
+        assert (
+            command.stdout() == f"sent 1 to {deployment.kafka.topic('requests')}; 1 is truncated and cannot be sent\n"
+        )
 
     def test_one_that_its_topic_does_not_take_is_named_and_the_others_are_sent(
         self, run: Callable[..., Command], deployment: Settings
@@ -202,8 +204,8 @@ class TestReplay:
         large = random.Random(0).randbytes(MAX_UNTRUNCATED_BYTES)  # with what surrounds it, more than Kafka takes
         set_aside(deployment, "requests", b"one", large, b"x" * len(large))
         command = run("dlq", "replay", "requests", "--all", settings=deployment)
-        told = f"sent 2 to {deployment.kafka.topic('requests')}; larger than the topic allows: those at offset 1\n"
-        assert (status_of(command), command.told()) == (1, told)
+        expected = f"sent 2 to {deployment.kafka.topic('requests')}; larger than the topic allows: those at offset 1\n"
+        assert (status_of(command), command.stdout()) == (1, expected)
         assert sorted(len(record.value) for record in records(deployment, "requests")) == [3, len(large)]
 
     def test_after_the_cause_is_gone_it_is_answered(
@@ -219,7 +221,7 @@ class TestReplay:
         with Forked("lenient", "infer", deployment, folder) as replica, users.client.predictions() as replies:
             replica.wait_ready(90)
             left_out = run("dlq", "replay", "requests", "--all", settings=deployment)
-            assert left_out.told() == (
+            assert left_out.stdout() == (
                 f"sent 0 to {deployment.kafka.topic('requests')}; left out 1 whose sender got an error reply"
                 " (--answered sends them too)\n"
             )
@@ -233,7 +235,7 @@ class TestReplay:
         with_id = b'{"v": 1, "request_id": "known", "inputs": 3}'
         set_aside(deployment, "requests", with_id, b"without an id")
         set_aside(deployment, "feedback", b'{"v": 1, "feedback_id": "known", "request_id": "known"}')
-        assert run("dlq", "replay", "--all", settings=deployment).told() == (
+        assert run("dlq", "replay", "--all", settings=deployment).stdout() == (
             f"sent 1 to {deployment.kafka.topic('requests')}; left out 1 whose sender got an error reply"
             f" (--answered sends them too)\nsent 1 to {deployment.kafka.topic('feedback')}\n"
         )

@@ -148,7 +148,7 @@ class TestStandby:
             users.correct(flag("f0", PROMPTS[0], "museum"))
             other = Forked("other", "edit", deployment, folder, layer="model.layers[0].mlp.up_proj")
             assert other.run(90) == 1
-            assert "is of layer" in other.said() or "is of model" in other.said()
+            assert "is of layer" in other.stderr() or "is of model" in other.stderr()
             assert users.correct(flag("f1", PROMPTS[1], "river"))["f1"].seq == 3
             assert leads(first)
         assert [delta.term for delta in deltas_in_log(deployment)] == [1, 1, 1]
@@ -214,15 +214,15 @@ def test_a_leader_whose_edit_does_not_end_loses_the_lead_in_time_and_stops_when_
         with Forked("standby", "edit", settings, folder) as standby:
             standby.wait_ready(90)
             users.client.send([flag("f", PROMPTS[0], "museum")])
-            wait_until(lambda: "training_slowly" in stuck.said())
+            wait_until(lambda: "training_slowly" in stuck.stderr())
             wait_until(lambda: leads(standby), settings.kafka.stall_timeout + ALLOWANCE, "a take-over in time")
             assert stuck.live()[0] == 503
             assert metric(stuck.port, "gracestream_stalled") == 1
             assert metric(stuck.port, "gracestream_feedback_lag") == 1
             wait_until(lambda: outcomes_in_log(settings))
             assert stuck.wait(60) == 1
-            assert "set GRACESTREAM_STALL_TIMEOUT higher" in stuck.said()
-            assert "another editor has taken the lead, in term 2" in stuck.said()
+            assert "set GRACESTREAM_STALL_TIMEOUT higher" in stuck.stderr()
+            assert "another editor has taken the lead, in term 2" in stuck.stderr()
             assert users.correct(flag("g", PROMPTS[1], "river"))["g"].seq == 4
     assert [outcome.feedback_id for outcome in outcomes_in_log(settings)] == ["f", "g"]
     assert [(delta.term, delta.op) for delta in deltas_in_log(settings)][:3] == [(1, "lead"), (2, "lead"), (2, "add")]
@@ -235,8 +235,8 @@ def test_an_editor_whose_edit_does_not_end_ends_itself(deployment: Settings, use
         assert metric(stuck.port, "gracestream_stalled") == 0
         users.client.send([flag("f", PROMPTS[0], "museum")])
         assert stuck.wait(60) == 1
-        assert "killed_after_stall" in stuck.said()
-        assert "the editor is stalled: it has been at one piece of work for" in stuck.said()
+        assert "killed_after_stall" in stuck.stderr()
+        assert "the editor is stalled: it has been at one piece of work for" in stuck.stderr()
     with Forked("next", "edit", settings, folder), users.client.outcomes() as outcomes:
         assert outcomes.wait(["f"], 60)["f"].status == "added"
 
@@ -344,7 +344,7 @@ class TestRedis:
         history.store.rebuild(elsewhere)
         editor = Forked("editor", "edit", deployment, folder)
         assert editor.run(90) == 1
-        assert "Redis has delta 2 of term 7, and the log ends with delta 0 of term 0: another editor" in editor.said()
+        assert "Redis has delta 2 of term 7, and the log ends with delta 0 of term 0: another editor" in editor.stderr()
         assert deltas_in_log(deployment) == []
         assert not [event for event in editor.events() if "exception" in event]
         history.close()

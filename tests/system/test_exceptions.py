@@ -38,8 +38,8 @@ class Running:
     def lines(self, *command: str, given: str = "") -> list[Any]:
         """What a command prints, each line as JSON."""
         done = self.run(*command, settings=self.settings, given=given)
-        assert status_of(done) == 0, done.said()
-        return [json.loads(line) for line in done.told().splitlines()]
+        assert status_of(done) == 0, done.stderr()
+        return [json.loads(line) for line in done.stdout().splitlines()]
 
     def send(self, **fields: Any) -> Any:
         (outcome,) = self.lines("correct", "--json", given=json.dumps(fields))
@@ -49,7 +49,7 @@ class Running:
     def ask(self, name: str, text: str) -> Prediction:
         given = json.dumps({"request_id": name, "inputs": text})
         done = self.run("send", "-", "--json", settings=self.settings, given=given)
-        return decode(done.told().encode(), Prediction)
+        return decode(done.stdout().encode(), Prediction)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_one_command_makes_requests_exceptions_for_good(running: Running) -> Non
     assert [one.get("except_from") for one in in_force] == [None, "a", "a"]
     (found,) = running.lines("diff", "2", str(last), "--json")
     assert [(one["inputs"], one["excepted"]) for one in found["exceptions"]] == [(ANSWERED, True), (MISSED, True)]
-    table = running.run("diff", str(last), "2", settings=running.settings).told()
+    table = running.run("diff", str(last), "2", settings=running.settings).stdout()
     assert "may be answered again by a" in table.replace("\n", " ")
 
     (undone,) = running.lines("undo", first, "--json")
@@ -121,14 +121,14 @@ def test_what_is_no_exception_is_rejected_with_the_reason(running: Running) -> N
             "correct", "--json", settings=running.settings, given=json.dumps({"inputs": inputs, "except_from": edit})
         )
         assert status_of(done) == 1
-        assert reason in json.loads(done.told())["reason"]
+        assert reason in json.loads(done.stdout())["reason"]
     both = {"inputs": ANSWERED, "except_from": "a", "target": "train"}
     refused = running.run("correct", settings=running.settings, given=json.dumps(both))
     assert status_of(refused) != 0
-    assert "not several" in refused.said().replace("\n", " ")
+    assert "not several" in refused.stderr().replace("\n", " ")
     unknown = running.run("near-misses", "--except", "nothing", settings=running.settings)
-    assert (status_of(unknown), unknown.told()) == (1, "")
-    assert "no entry answered request 'nothing'" in unknown.said()
+    assert (status_of(unknown), unknown.stdout()) == (1, "")
+    assert "no entry answered request 'nothing'" in unknown.stderr()
 
 
 def test_a_later_correction_of_the_prompt_wins(running: Running) -> None:

@@ -49,9 +49,9 @@ def test_it_writes_metrics_a_table_and_the_codebook(
 ) -> None:
     out = tmp_path / "results"
     command = run("experiment", "hallucination", *chosen, "--every", "4", "--out", str(out), "--json")
-    assert status_of(command) == 0, command.said()
+    assert status_of(command) == 0, command.stderr()
     metrics = json.loads((out / "metrics.json").read_text())
-    points = [json.loads(line) for line in command.told().splitlines()]
+    points = [json.loads(line) for line in command.stdout().splitlines()]
     assert points == metrics["points"]
     assert [point["corrections"] for point in points] == [0, 4, 6]
     assert metrics["asked"]["experiment"] == "hallucination"
@@ -75,9 +75,9 @@ def test_fewer_edits_and_less_to_retain_can_be_asked_for(
     command = run(
         "experiment", "hallucination", *chosen, "--edits", "2", "--retention", "1", "--out", str(tmp_path / "r")
     )
-    assert status_of(command) == 0, command.said()
-    assert "TRR" in command.told()
-    assert "rephrases" not in command.told(), "which these data do not have"
+    assert status_of(command) == 0, command.stderr()
+    assert "TRR" in command.stdout()
+    assert "rephrases" not in command.stdout(), "which these data do not have"
     assert len(json.loads((tmp_path / "r" / "metrics.json").read_text())["made"]) == 2
 
 
@@ -87,7 +87,7 @@ def test_other_editors_run_the_same_stream(
 ) -> None:
     out = tmp_path / "results"
     command = run("experiment", "hallucination", *chosen, "--editor", editor, "--out", str(out), "--json")
-    assert status_of(command) == 0, command.said()
+    assert status_of(command) == 0, command.stderr()
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["asked"]["editor"] == editor
     after = metrics["points"][-1]
@@ -119,12 +119,12 @@ def test_through_the_whole_pipeline_it_comes_to_the_same(
         out = tmp_path / through
         given = ["experiment", "hallucination", *chosen, "--through", through, "--every", "3", "--out", str(out)]
         command = run(*given, settings=deployment, within=240, threads=1, **own)
-        assert status_of(command) == 0, command.said()
+        assert status_of(command) == 0, command.stderr()
         metrics[through] = json.loads((out / "metrics.json").read_text())
-    decisions = [[(one["status"], one["steps"]) for one in told["made"]] for told in metrics.values()]
+    decisions = [[(one["status"], one["steps"]) for one in result["made"]] for result in metrics.values()]
     assert decisions[0] == decisions[1]
     assert "added" in dict(decisions[0])
-    points = [[{**point, "seconds": None} for point in told["points"]] for told in metrics.values()]
+    points = [[{**point, "seconds": None} for point in result["points"]] for result in metrics.values()]
     assert points[0] == points[1]
     codebooks = [load_codebook(tmp_path / through / "codebook.safetensors") for through in metrics]
     for array in ("keys_ND", "values_NV", "radii_N"):
@@ -141,28 +141,28 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
     out = tmp_path / "results"
     swept = ["--sweep", "policy=paper,nearest", "--sweep", "seed=1,2", "--edits", "3", "--out", str(out)]
     command = run("experiment", "hallucination", *chosen, *swept)
-    assert status_of(command) == 0, command.said()
+    assert status_of(command) == 0, command.stderr()
     folders = [out / f"policy={policy}, seed={seed}" for policy in ("paper", "nearest") for seed in (1, 2)]
     metrics = {folder: json.loads((folder / "metrics.json").read_text()) for folder in folders}
     assert [one["environment"]["policy"] for one in metrics.values()] == ["paper", "paper", "nearest", "nearest"]
     assert [one["environment"]["seed"] for one in metrics.values()] == ["1", "2", "1", "2"]
-    told = (out / "sweep.md").read_text().splitlines()
-    assert [line.split("|")[1].strip() for line in told[2:]] == ["policy=paper", "policy=nearest"]
-    assert all(" ± " in line for line in told[2:])
+    table = (out / "sweep.md").read_text().splitlines()
+    assert [line.split("|")[1].strip() for line in table[2:]] == ["policy=paper", "policy=nearest"]
+    assert all(" ± " in line for line in table[2:])
     assert (out / "sweep.png").exists()
     (folders[1] / "metrics.json").unlink()  # a run that was killed leaves none
     again = run("experiment", "hallucination", *chosen, *swept, "--no-plots")
-    assert status_of(again) == 0, again.said()
+    assert status_of(again) == 0, again.stderr()
     for place, (folder, before) in enumerate(metrics.items()):
         after = json.loads((folder / "metrics.json").read_text())
         assert (after == before) == (place != 1), "times differ in what ran again"
         assert [point["err"] for point in after["points"]] == [point["err"] for point in before["points"]]
     (data / "hallucination_edit_450.jsonl.gz").write_bytes((data / "hallucination_other_306.jsonl.gz").read_bytes())
     changed = run("experiment", "hallucination", *chosen, *swept, "--no-plots")
-    assert status_of(changed) == 0, changed.said()
+    assert status_of(changed) == 0, changed.stderr()
     assert all(json.loads((folder / "metrics.json").read_text()) != metrics[folder] for folder in folders)
     other = run("experiment", "hallucination", *chosen, *swept[:-4], "--edits", "2", "--out", str(out))
-    assert status_of(other) == 0, other.said()
+    assert status_of(other) == 0, other.stderr()
     assert {len(json.loads((folder / "metrics.json").read_text())["made"]) for folder in folders} == {2}
 
 
@@ -191,8 +191,8 @@ def test_a_grid_that_makes_no_sense_is_told_of_before_anything_runs(
     asked = ["experiment", "hallucination", *own, "--sweep", given, "--out", str(tmp_path / "out")]
     command = run(*asked)
     assert status_of(command) not in {0, None}
-    assert complaint in " ".join(command.said().replace("│", " ").split()), command.said()
-    assert "Traceback" not in command.said()
+    assert complaint in " ".join(command.stderr().replace("│", " ").split()), command.stderr()
+    assert "Traceback" not in command.stderr()
     assert not (tmp_path / "out").exists()
 
 
@@ -202,7 +202,7 @@ def test_what_is_grace_s_alone_is_not_swept_for_others(run: Callable[..., Comman
     for other in (["--editor", "ft"], ["--through", "kafka"]):
         command = run("experiment", "hallucination", *chosen, "--expand", "paper", *other)
         assert status_of(command) == 2
-        assert "expand=paper: only grace has it, and only with --through engine" in command.said()
+        assert "expand=paper: only grace has it, and only with --through engine" in command.stderr()
 
 
 def test_a_run_is_its_model_s_and_leaves_nothing_of_the_one_before(
@@ -234,7 +234,7 @@ def test_what_an_editor_cannot_edit_is_told_before_the_grid_runs_and_costs_no_re
         grid = ["--sweep", "layer=a"] if option == "layer" else ["--sweep", "editor=grace,mend"]
         given = run("experiment", "hallucination", *chosen, *own, *grid, *out)
         complaint = f"--{option} and --sweep {option} contradict each other"
-        assert complaint in " ".join(given.said().replace("│", " ").split())
+        assert complaint in " ".join(given.stderr().replace("│", " ").split())
 
 
 def test_results_stay_until_those_of_another_run_replace_them_and_what_was_spoilt_is_mended(
@@ -258,7 +258,7 @@ def test_results_stay_until_those_of_another_run_replace_them_and_what_was_spoil
     assert (out / "metrics.json").exists()
     other = run(*asked, "--edits", "2")
     assert status_of(other) == 0
-    assert "are of another run; this run will replace them" in other.said()
+    assert "are of another run; this run will replace them" in other.stderr()
     assert len(json.loads((out / "metrics.json").read_text())["made"]) == 2
     assert (out / "pipeline" / "mine.py").exists()
 
@@ -291,12 +291,12 @@ def test_a_run_of_a_grid_is_kept_from_others(run: Callable[..., Command], chosen
     with exclusive_lock(make_dir(out / "seed=1")):
         ran = run("experiment", "hallucination", *chosen, "--sweep", "seed=1", "--out", str(out))
         assert status_of(ran) == 1
-        assert "another process writes to" in ran.said().splitlines()[-1]
+        assert "another process writes to" in ran.stderr().splitlines()[-1]
 
 
 def test_only_grace_runs_in_an_editor_worker(run: Callable[..., Command], chosen: list[str]) -> None:
     command = run("experiment", "hallucination", *chosen, "--through", "kafka", "--editor", "ft")
-    assert "an editor worker runs GRACE, not ft" in " ".join(command.said().replace("│", " ").split())
+    assert "an editor worker runs GRACE, not ft" in " ".join(command.stderr().replace("│", " ").split())
 
 
 def test_what_is_missing_or_does_not_fit_is_one_sentence(
@@ -336,8 +336,8 @@ def test_more_than_there_is_is_told(run: Callable[..., Command], chosen: list[st
     )
     assert status_of(ran) == 0
     there = len(json.loads((out / "metrics.json").read_bytes())["made"])
-    assert f"there are only {there} corrections" in ran.said()
-    assert " examples to measure TRR on" in ran.said()
+    assert f"there are only {there} corrections" in ran.stderr()
+    assert " examples to measure TRR on" in ran.stderr()
 
 
 def test_of_two_processes_one_writes_to_a_folder(

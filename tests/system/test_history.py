@@ -86,8 +86,8 @@ def story(running: Running) -> Running:
 
 
 def lines(command: Command) -> list[Any]:
-    assert status_of(command) == 0, command.said()
-    return [json.loads(line) for line in command.told().splitlines()]
+    assert status_of(command) == 0, command.stderr()
+    return [json.loads(line) for line in command.stdout().splitlines()]
 
 
 def test_an_undo_is_in_force_on_the_replica_and_comes_back_when_it_is_undone(story: Running, run: Run) -> None:
@@ -115,29 +115,29 @@ def test_all_of_an_author_goes_and_comes_back(story: Running, run: Run) -> None:
 def test_what_cannot_be_undone_is_an_outcome_with_a_reason(story: Running, run: Run) -> None:
     refused = run("undo", "nobody", settings=story.settings)
     assert status_of(refused) == 1
-    outcome = json.loads(refused.told())
+    outcome = json.loads(refused.stdout())
     assert (outcome["status"], outcome["reason"]) == (
         "rejected",
         "no feedback 'nobody' has had an effect, so there is nothing to undo",
     )
-    assert "name the feedback to undo" in run("undo", settings=story.settings).said()
+    assert "name the feedback to undo" in run("undo", settings=story.settings).stderr()
 
 
 def test_the_corrections_in_force_can_be_made_elsewhere(story: Running, run: Run, folder: Path) -> None:
-    printed = run("corrections", settings=story.settings).told()
-    told = [decode(line.encode(), Feedback) for line in printed.splitlines()]
-    assert [one.feedback_id for one in told] == ["second", "third", "again", "wider", "apart"]
+    printed = run("corrections", settings=story.settings).stdout()
+    feedback = [decode(line.encode(), Feedback) for line in printed.splitlines()]
+    assert [one.feedback_id for one in feedback] == ["second", "third", "again", "wider", "apart"]
     sent = [decode(record.value, Feedback) for record in records(story.settings, "feedback")]
-    assert all(one in sent for one in told)
+    assert all(one in sent for one in feedback)
     other = {"topic_prefix": f"{story.settings.kafka.topic_prefix}anew-", "layer": "model.layers[0].mlp.up_proj"}
     there = story.settings.replace(**other)
     create_topics(there.kafka, partitions=4, replication=1)
     with Forked("anew", "edit", there, folder), Forked("answers", "infer", there, folder):
         seq = lines(run("correct", settings=there, given=printed))[-1]["seq"]
-        asked = "\n".join(json.dumps({"inputs": one.inputs, "min_seq": seq}) for one in told)
+        asked = "\n".join(json.dumps({"inputs": one.inputs, "min_seq": seq}) for one in feedback)
         answers = lines(run("send", settings=there, given=asked))
-    assert [one["outputs"]["text"] for one in answers] == [one.target for one in told]
-    assert run("corrections", settings=there).told() == printed
+    assert [one["outputs"]["text"] for one in answers] == [one.target for one in feedback]
+    assert run("corrections", settings=there).stdout() == printed
 
 
 def test_corrections_that_held_earlier_are_told_and_those_that_were_undone_are_not(story: Running, run: Run) -> None:
@@ -150,20 +150,20 @@ def test_corrections_that_held_earlier_are_told_and_those_that_were_undone_are_n
 
 
 def test_training_anew_gives_the_recorded_history_bit_for_bit(story: Running, run: Run) -> None:
-    (told,) = lines(run("replay", "--retrain", "--json", settings=story.settings))
-    assert told["same_records"] >= 6
-    assert told["same_without_delta"] == len(
+    (report,) = lines(run("replay", "--retrain", "--json", settings=story.settings))
+    assert report["same_records"] >= 6
+    assert report["same_without_delta"] == len(
         [one for one in outcomes_in_log(story.settings) if one.status == "rejected"]
     )
-    assert told["decisions"] == told["same_decisions"] == told["same_records"] + told["same_without_delta"]
-    assert told["first_difference"] is None
-    assert told["digest"] == told["recorded_digest"]
+    assert report["decisions"] == report["same_decisions"] == report["same_records"] + report["same_without_delta"]
+    assert report["first_difference"] is None
+    assert report["digest"] == report["recorded_digest"]
 
 
 def test_training_anew_up_to_a_delta_with_the_queries_that_the_history_names(story: Running, run: Run) -> None:
     unset = story.settings.replace(query_source="auto")
-    (told,) = lines(run("replay", "--retrain", "--seq", "3", "--json", settings=unset))
-    assert (told["seq"], told["decisions"], told["same_records"]) == (3, 2, 2)
+    (report,) = lines(run("replay", "--retrain", "--seq", "3", "--json", settings=unset))
+    assert (report["seq"], report["decisions"], report["same_records"]) == (3, 2, 2)
 
 
 @pytest.mark.parametrize("role", ["edit", "evaluate"])
@@ -174,19 +174,19 @@ def test_a_history_of_the_layers_queries_names_the_setting_that_serves_it(story:
         given, remedy = ["evaluate", "-"], "(GRACESTREAM_QUERY_SOURCE=last where the layer makes the queries)"
     ran = run(*given, settings=unset, given=json.dumps({"inputs": FIRST, "unchanged": True}))
     assert status_of(ran) == 1
-    assert remedy in ran.said()
+    assert remedy in ran.stderr()
 
 
 def test_training_anew_tries_what_was_rejected_again(story: Running, run: Run) -> None:
     """It is met before what came after it, and ends the retraining."""
     ended = run("replay", "--retrain", "--json", settings=story.settings, max_input_tokens=48)
     assert status_of(ended) == 1
-    told = json.loads(ended.told())
-    assert told["first_difference"] == (
+    report = json.loads(ended.stdout())
+    assert report["first_difference"] == (
         "after delta 5 (feedback 'long', offset 4): it was 'rejected' (the prompt has 45 tokens; the limit is 40"
         " (GRACESTREAM_MAX_INPUT_TOKENS)) and is 'added' now"
     )
-    assert (told["seq"], told["decisions"], told["same_decisions"], told["same_without_delta"]) == (5, 5, 4, 0)
+    assert (report["seq"], report["decisions"], report["same_decisions"], report["same_without_delta"]) == (5, 5, 4, 0)
 
 
 def rewritten(story: Running, prefix: str, how: Callable[[EntryChange], EntryChange], **fields: Any) -> Settings:
@@ -219,11 +219,11 @@ def test_training_anew_ends_at_the_first_decision_that_differs(
     branched = f"{there.kafka.topic_prefix}branch-"
     ended = run("replay", "--retrain", "--to", branched, "--json", settings=there)
     assert status_of(ended) == 1
-    told = json.loads(ended.told())
-    assert told["first_difference"] == f"delta 3 (feedback 'second', offset 1): {difference}"
-    assert (told["seq"], told["decisions"], told["same_decisions"], told["same_records"]) == (2, 2, 1, 1)
-    assert told["digest"] != told["recorded_digest"]
-    assert "copied_to" not in told
+    report = json.loads(ended.stdout())
+    assert report["first_difference"] == f"delta 3 (feedback 'second', offset 1): {difference}"
+    assert (report["seq"], report["decisions"], report["same_decisions"], report["same_records"]) == (2, 2, 1, 1)
+    assert report["digest"] != report["recorded_digest"]
+    assert "copied_to" not in report
     with pytest.raises(TopicError):
         replay_deltas(there.replace(topic_prefix=branched).kafka)
 
@@ -235,14 +235,14 @@ def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, ru
 
     there = rewritten(story, "altered-", altered)
     mended = there.replace(topic_prefix=f"{there.kafka.topic_prefix}mended-")
-    (told,) = lines(run("replay", "--retrain", "--to", mended.kafka.topic_prefix, "--json", settings=there))
-    assert (told["decisions"], told["same_decisions"], told["same_records"]) == (4, 4, 3)
-    assert told["value_difference"] == pytest.approx(0.25, abs=1e-4)
-    assert told["first_difference"] is None
+    (report,) = lines(run("replay", "--retrain", "--to", mended.kafka.topic_prefix, "--json", settings=there))
+    assert (report["decisions"], report["same_decisions"], report["same_records"]) == (4, 4, 3)
+    assert report["value_difference"] == pytest.approx(0.25, abs=1e-4)
+    assert report["first_difference"] is None
     theirs, ours = replay_deltas(story.settings.kafka, 5), replay_deltas(mended.kafka)
     assert theirs is not None
     assert ours is not None
-    assert told["recorded_digest"] != told["digest"] == told["copied_digest"] == ours.digest.hex()
+    assert report["recorded_digest"] != report["digest"] == report["copied_digest"] == ours.digest.hex()
     assert (ours.digest, ours.state_digest()) == (theirs.digest, theirs.state_digest())
 
 
@@ -261,9 +261,9 @@ def test_what_a_fenced_editor_left_is_neither_trained_anew_nor_copied(
             log.write(feedback.value, "feedback")
         for delta in (*before, lead_record, left, again_record):
             log.write(delta)
-    (told,) = lines(run("replay", *retrain, "--to", copy.kafka.topic_prefix, "--json", settings=there))
-    assert told["digest"] == told["copied_digest"] == again.digest.hex()
-    assert told.get("decisions") == told.get("same_records") == (4 if retrain else None)
+    (report,) = lines(run("replay", *retrain, "--to", copy.kafka.topic_prefix, "--json", settings=there))
+    assert report["digest"] == report["copied_digest"] == again.digest.hex()
+    assert report.get("decisions") == report.get("same_records") == (4 if retrain else None)
     assert [record.value for record in records(copy, "deltas")] == [*before, lead_record, again_record]
 
 
@@ -277,10 +277,10 @@ def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_
 ) -> None:
     there = story.settings.replace(topic_prefix=f"{story.settings.kafka.topic_prefix}branch-")
     seq = 4
-    told = lines(run("replay", "--seq", str(seq), "--to", there.kafka.topic_prefix, "--json", settings=story.settings))[
-        0
-    ]
-    assert told["copied_digest"] == told["digest"]
+    report = lines(
+        run("replay", "--seq", str(seq), "--to", there.kafka.topic_prefix, "--json", settings=story.settings)
+    )[0]
+    assert report["copied_digest"] == report["digest"]
     ours, theirs = replay_deltas(there.kafka), replay_deltas(story.settings.kafka, seq)
     assert ours is not None
     assert theirs is not None
@@ -314,27 +314,27 @@ def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_
 def test_a_branch_of_another_codebook_has_its_own_digests_and_the_same_entries(story: Running, run: Run) -> None:
     there = story.settings.replace(topic_prefix=f"{story.settings.kafka.topic_prefix}other-", codebook="other")
     arguments = ("--to", there.kafka.topic_prefix, "--to-codebook", "other", "--json")
-    (told,) = lines(run("replay", *arguments, settings=story.settings))
-    assert told["copied_digest"] != told["digest"]
+    (report,) = lines(run("replay", *arguments, settings=story.settings))
+    assert report["copied_digest"] != report["digest"]
     ours = replay_deltas(there.kafka)
     assert ours is not None
-    assert (ours.name, ours.state_digest()) == ("other", told["state_digest"])
+    assert (ours.name, ours.state_digest()) == ("other", report["state_digest"])
     refused = run("replay", "--to-codebook", "other", settings=story.settings)
-    assert "it needs --to" in refused.said()
+    assert "it needs --to" in refused.stderr()
     assert "needs a prefix of its own" in sentence(
         run("replay", "--to", story.settings.kafka.topic_prefix, settings=story.settings)
     )
 
 
 def test_the_difference_of_two_points_names_inputs_and_entries(story: Running, run: Run) -> None:
-    (told,) = lines(run("diff", "2", "5", "--json", settings=story.settings))
-    assert [(change["inputs"], change["before"], change["after"]) for change in told["inputs"]] == [
+    (difference,) = lines(run("diff", "2", "5", "--json", settings=story.settings))
+    assert [(change["inputs"], change["before"], change["after"]) for change in difference["inputs"]] == [
         (FIRST, "museum", "violin"),
         (SECOND, None, "bridge"),
         (THIRD, None, "train"),
     ]
-    assert set(told["entries"]) >= {"first", "second", "third"}
-    assert "another value" in told["entries"]["first"]
+    assert set(difference["entries"]) >= {"first", "second", "third"}
+    assert "another value" in difference["entries"]["first"]
     (backwards,) = lines(run("diff", "5", "2", "--json", settings=story.settings))
     assert backwards["entries"]["second"] == "removed"
     (whole,) = lines(run("diff", "0", "5", "--json", settings=story.settings))
@@ -347,9 +347,9 @@ def test_the_difference_of_two_points_names_inputs_and_entries(story: Running, r
     assert lines(run("diff", "5", "5", "--json", settings=story.settings)) == [
         {"inputs": [], "entries": {}, "exceptions": []}
     ]
-    assert "3 inputs have another answer" in run("diff", "2", "5", settings=story.settings).told()
+    assert "3 inputs have another answer" in run("diff", "2", "5", settings=story.settings).stdout()
     assert "there is no 999 yet" in sentence(run("diff", "2", "999", settings=story.settings))
-    assert "'yesterday'" in run("diff", "2", "yesterday", settings=story.settings).said()
+    assert "'yesterday'" in run("diff", "2", "yesterday", settings=story.settings).stderr()
 
 
 def test_the_difference_of_two_times_is_that_of_the_deltas_before_them(story: Running, run: Run) -> None:
@@ -366,8 +366,8 @@ def test_an_entry_tells_who_made_it_changed_it_and_hits_it(story: Running, run: 
     asked = story.answer(FIRST, seq)
     assert asked.edit.entry_id == "first"
     *steps, last = lines(run("inspect", "first", "--json", settings=story.settings))
-    told = [(step["op"], step["feedback_id"], step["author"], step["entries"]["first"]) for step in steps[:3]]
-    assert told == [
+    listed = [(step["op"], step["feedback_id"], step["author"], step["entries"]["first"]) for step in steps[:3]]
+    assert listed == [
         ("add", "first", "ann", "new, radius 2.5"),
         ("replace", "again", "bob", "another value"),
         ("expand", "wider", "bob", "radius 2.988"),
@@ -377,9 +377,9 @@ def test_an_entry_tells_who_made_it_changed_it_and_hits_it(story: Running, run: 
     assert asked.request_id in [hit["request_id"] for hit in last["hits"]["recent"]]
     served = [record for record in records(story.settings, "predictions") if b'"entry_id":"first"' in record.value]
     assert last["hits"]["count"] == len(served)
-    shown = run("inspect", "first", settings=story.settings).told()
+    shown = run("inspect", "first", settings=story.settings).stdout()
     assert f"{len(served)} answers came from it" in shown
-    assert "undoes" in run("inspect", settings=story.settings).told()
+    assert "undoes" in run("inspect", settings=story.settings).stdout()
 
 
 def test_what_waited_is_trained_together_and_retrained_to_the_bit(
@@ -396,7 +396,7 @@ def test_what_waited_is_trained_together_and_retrained_to_the_bit(
     batches = {delta.cause.together for delta in deltas if delta.cause is not UNSET} - {()}
     assert batches
     assert max(map(len, batches)) <= 4
-    (told,) = lines(run("replay", "--retrain", "--json", settings=settings))
-    assert told["first_difference"] is None
-    assert told["decisions"] == told["same_decisions"] == len(given) + 1
-    assert told["same_records"] + told["same_without_delta"] == told["decisions"]
+    (report,) = lines(run("replay", "--retrain", "--json", settings=settings))
+    assert report["first_difference"] is None
+    assert report["decisions"] == report["same_decisions"] == len(given) + 1
+    assert report["same_records"] + report["same_without_delta"] == report["decisions"]

@@ -216,7 +216,9 @@ def test_an_editor_at_work_commits_nothing_behind_a_hostile_record(
     outcomes = outcomes_in_log(log_of.settings)
     assert len(outcomes) < len(given)
     edits = [outcome.seq for outcome in outcomes if outcome.seq is not UNSET]
-    assert edits == list(range(3, len(deltas) + 1)), "after two terms, each told edit is in the log, and no other"
+    assert edits == list(range(3, len(deltas) + 1)), (
+        "after two terms, the log has each edit with an outcome, and no other"
+    )
 
 
 @pytest.mark.parametrize(

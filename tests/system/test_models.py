@@ -282,14 +282,14 @@ def test_processes_that_build_at_once_all_succeed_and_leave_nothing_behind(tmp_p
 
 def test_a_build_shows_its_progress_on_standard_error(run: Callable[..., Command], tmp_path: Path) -> None:
     command = run("prepare", "intent", cache_dir=tmp_path)
-    assert status_of(command) == 0, command.said()
-    first, *progress, last = command.said().splitlines()
+    assert status_of(command) == 0, command.stderr()
+    first, *progress, last = command.stderr().splitlines()
     assert first.startswith("building the demo's intent classifier")
     assert last == "intent is ready"
     for part in ("texts read", "training steps"):
-        told = [line for line in progress if re.fullmatch(rf"{part}: \d+ of \d+ \(\d+%\), about \d+ s left", line)]
-        assert len(told) == 20
-        assert "(100%), about 0 s left" in told[-1]
+        reports = [line for line in progress if re.fullmatch(rf"{part}: \d+ of \d+ \(\d+%\), about \d+ s left", line)]
+        assert len(reports) == 20
+        assert "(100%), about 0 s left" in reports[-1]
 
 
 def test_progress_of_few_items_is_a_line_each() -> None:

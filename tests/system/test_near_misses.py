@@ -63,18 +63,18 @@ def test_near_misses_are_answered_unedited_counted_and_listed(
         assert answer.edit is UNSET
         assert answer.outputs == served.answer.outputs
         assert isinstance(answer.near_miss, NearMiss) == (request.inputs == PROMPT)
-    listed = [json.loads(line) for line in run("near-misses", "--json", settings=failing).told().splitlines()]
-    told = {(one["request_id"], one["entry_id"], one["reason"], one["inputs"]) for one in listed}
-    assert told == {("q1", "bad", "answer", PROMPT), ("q3", "bad", "answer", PROMPT)}
+    listed = [json.loads(line) for line in run("near-misses", "--json", settings=failing).stdout().splitlines()]
+    found = {(one["request_id"], one["entry_id"], one["reason"], one["inputs"]) for one in listed}
+    assert found == {("q1", "bad", "answer", PROMPT), ("q3", "bad", "answer", PROMPT)}
     assert [one["timestamp"] for one in listed] == sorted((one["timestamp"] for one in listed), reverse=True)
     assert all(one["distance"] < one["radius"] for one in listed)
-    newest = run("near-misses", "bad", "--limit", "1", "--json", settings=failing).told()
+    newest = run("near-misses", "bad", "--limit", "1", "--json", settings=failing).stdout()
     assert [json.loads(line) for line in newest.splitlines()] == listed[:1]
-    table = run("near-misses", settings=failing).told()
+    table = run("near-misses", settings=failing).stdout()
     assert PROMPT in table
     assert OTHER not in table
     none = run("near-misses", "nobody", settings=failing)
-    assert (status_of(none), none.told(), none.said()) == (0, "", "there are no near misses of this entry\n")
+    assert (status_of(none), none.stdout(), none.stderr()) == (0, "", "there are no near misses of this entry\n")
 
 
 def test_one_command_gives_a_near_miss_a_key_of_its_own(
@@ -90,12 +90,12 @@ def test_one_command_gives_a_near_miss_a_key_of_its_own(
     with Forked("editor", "edit", settings, folder) as editor, Forked("replica", "infer", settings, folder) as replica:
         editor.wait_ready(90)
         replica.wait_ready(90)
-        assert json.loads(run("correct", "--json", settings=settings, given=correction).told())["status"] == "added"
+        assert json.loads(run("correct", "--json", settings=settings, given=correction).stdout())["status"] == "added"
 
         def answers() -> dict[str, Prediction]:
             asked = [json.dumps({"request_id": name, "inputs": text}) for name, text in prompts.items()]
-            told = run("send", "-", "--json", settings=settings, given="\n".join(asked)).told()
-            return {one.request_id: one for one in (decode(line.encode(), Prediction) for line in told.splitlines())}
+            printed = run("send", "-", "--json", settings=settings, given="\n".join(asked)).stdout()
+            return {one.request_id: one for one in (decode(line.encode(), Prediction) for line in printed.splitlines())}
 
         before = answers()
         assert before["edited"].edit is not UNSET
@@ -104,9 +104,9 @@ def test_one_command_gives_a_near_miss_a_key_of_its_own(
             assert near_miss is not UNSET
             assert (near_miss.entry_id, near_miss.reason, near_miss.target) == ("a", "wording", "train")
             assert near_miss.detail is not UNSET
-            assert near_miss.detail in run("near-misses", settings=settings).told().replace("\n", "")
-        line = run("near-misses", "--same", "same", settings=settings).told()
-        outcome = json.loads(run("correct", "--json", settings=settings, given=line).told())
+            assert near_miss.detail in run("near-misses", settings=settings).stdout().replace("\n", "")
+        line = run("near-misses", "--same", "same", settings=settings).stdout()
+        outcome = json.loads(run("correct", "--json", settings=settings, given=line).stdout())
         assert outcome["status"] == "added"
         after = answers()
         same = after["same"]
@@ -117,8 +117,8 @@ def test_one_command_gives_a_near_miss_a_key_of_its_own(
         assert after["other"].outputs == before["other"].outputs
         unknown = run("near-misses", "--same", "nothing", settings=settings)
         assert status_of(unknown) == 1
-        assert unknown.told() == ""
-        assert "'nothing' is not among the newest" in unknown.said()
+        assert unknown.stdout() == ""
+        assert "'nothing' is not among the newest" in unknown.stderr()
 
 
 def test_a_prompt_a_little_outside_the_radius_is_listed_and_one_in_the_same_words_is_served(
@@ -134,11 +134,11 @@ def test_a_prompt_a_little_outside_the_radius_is_listed_and_one_in_the_same_word
     with Forked("editor", "edit", settings, folder) as editor, Forked("replica", "infer", settings, folder) as replica:
         editor.wait_ready(90)
         replica.wait_ready(90)
-        assert json.loads(run("correct", "--json", settings=settings, given=correction).told())["status"] == "added"
+        assert json.loads(run("correct", "--json", settings=settings, given=correction).stdout())["status"] == "added"
 
         def asked(name: str, text: str) -> Prediction:
             given = json.dumps({"request_id": name, "inputs": text})
-            return decode(run("send", "-", "--json", settings=settings, given=given).told().encode(), Prediction)
+            return decode(run("send", "-", "--json", settings=settings, given=given).stdout().encode(), Prediction)
 
         near_miss = asked("further", further).near_miss
         assert near_miss is not UNSET
@@ -149,8 +149,8 @@ def test_a_prompt_a_little_outside_the_radius_is_listed_and_one_in_the_same_word
         assert entry is not UNSET
         assert entry.distance > entry.radius
         assert served.near_miss is UNSET or served.near_miss.reason == "answer"
-        line = run("near-misses", "--same", "further", settings=settings).told()
-        outcome = json.loads(run("correct", "--json", settings=settings, given=line).told())
+        line = run("near-misses", "--same", "further", settings=settings).stdout()
+        outcome = json.loads(run("correct", "--json", settings=settings, given=line).stdout())
         assert outcome["status"] in ("added", "expanded")
         edit = asked("further again", further).edit
         assert edit is not UNSET

@@ -66,8 +66,8 @@ def test_nobody_takes_back_what_his_role_does_not_allow_also_when_roles_change(
     assert running.send(signed("carl", PROMPTS[2], CARL))[0].status == "added"
     assert running.deltas() == 5
     replayed = run("replay", "--retrain", "--json", settings=running.settings, authors_file="", within=180)
-    assert status_of(replayed) == 0, replayed.said()
-    found = json.loads(replayed.told())
+    assert status_of(replayed) == 0, replayed.stderr()
+    found = json.loads(replayed.stdout())
     assert found["first_difference"] is None
     assert found["digest"] == found["recorded_digest"]
     # All refusals but that of the listed name without a signature, which admission made.

@@ -56,7 +56,7 @@ def in_time(**chosen: Any) -> Settings:
 def refused(run: Callable[..., Command], identity: dict[str, Any], **chosen: Any) -> str:
     """The one sentence of a command that is not let in, long before its patience is at an end."""
     command = run("replay", **{**identity, "startup_timeout": 3600, **chosen})
-    assert "waiting for" not in command.said()
+    assert "waiting for" not in command.stderr()
     return sentence(command)
 
 
@@ -85,17 +85,19 @@ def test_a_correction_is_made_and_served(
         editor.wait_ready()
         replica.wait_ready()
         corrected = run("correct", settings=settings, given=json.dumps({"inputs": PROMPT, "target": "museum"}))
-        outcome = json.loads(corrected.told())
+        outcome = json.loads(corrected.stdout())
         assert outcome["status"] == "added"
         asked = run("send", settings=settings, given=json.dumps({"inputs": PROMPT, "min_seq": outcome["seq"]}))
-        assert json.loads(asked.told())["outputs"] == {"text": "museum"}
-        replayed = json.loads(run("replay", "--json", settings=settings).told())
+        assert json.loads(asked.stdout())["outputs"] == {"text": "museum"}
+        replayed = json.loads(run("replay", "--json", settings=settings).stdout())
         assert replayed["digest"] == editor.state()["digest"] == replica.state()["digest"]
         assert not editor.state()["degraded"]
         assert not replica.state()["degraded"]
         states = json.dumps([editor.state(), replica.state()])
     assert redis_server.refused(prefix) == []
-    shown = "".join(text for one in (editor, replica, corrected, asked) for text in (one.told(), one.said())) + states
+    shown = (
+        "".join(text for one in (editor, replica, corrected, asked) for text in (one.stdout(), one.stderr())) + states
+    )
     assert "secret" not in shown  # a part of every password here
     assert "open sesame" not in shown
 
@@ -117,9 +119,9 @@ def test_up_takes_an_existing_secured_cluster_and_passwords_reach_workers_unseen
         "cache_dir": folder / "cache",
     }
     with Command("up", ["up", "--json", "--replicas", "1"], folder, **settings) as up:
-        wait_until(lambda: up.told() or not up.running, 240, "up")
-        assert up.running, up.said()
-        endpoints = json.loads(up.told())
+        wait_until(lambda: up.stdout() or not up.running, 240, "up")
+        assert up.running, up.stderr()
+        endpoints = json.loads(up.stdout())
         assert endpoints["kafka"] == settings["kafka"]
         assert endpoints["redis"] == f"rediss://{redis_server.address}/0"
         children = psutil.Process(up.process.pid).children(recursive=True)
@@ -128,7 +130,7 @@ def test_up_takes_an_existing_secured_cluster_and_passwords_reach_workers_unseen
             assert child.environ()["GRACESTREAM_KAFKA_PASSWORD"] == settings["kafka_password"]
             assert "secret" not in " ".join(child.cmdline())
         assert up.stop() == 0
-        assert "secret" not in up.told() + up.said()
+        assert "secret" not in up.stdout() + up.stderr()
 
 
 def test_up_does_not_secure_servers_of_its_own(run: Callable[..., Command], kafka: str) -> None:
@@ -136,7 +138,7 @@ def test_up_does_not_secure_servers_of_its_own(run: Callable[..., Command], kafk
     said = sentence(run("up", kafka_security_protocol="SSL", **own))
     assert said.startswith("GRACESTREAM_KAFKA_SECURITY_PROTOCOL=SSL is for an existing Kafka; set GRACESTREAM_KAFKA")
     failed = run("up", kafka=kafka, redis_password="x", **own)
-    assert "GRACESTREAM_REDIS_PASSWORD is for an existing Redis; set GRACESTREAM_REDIS" in failed.said()
+    assert "GRACESTREAM_REDIS_PASSWORD is for an existing Redis; set GRACESTREAM_REDIS" in failed.stderr()
     assert status_of(failed) == 1
 
 
@@ -163,7 +165,7 @@ class TestKafka:
     ) -> None:
         worker = run(command, **{**identities["SCRAM-SHA-512"], "kafka_password": "a guess", "startup_timeout": 3600})
         assert "does not accept the user" in sentence(worker)
-        assert "a guess" not in worker.said()
+        assert "a guess" not in worker.stderr()
 
     def test_a_mechanism_that_it_does_not_have_for_the_user(
         self, identities: dict[str, dict[str, Any]], run: Callable[..., Command]
@@ -217,8 +219,8 @@ class TestKafka:
 def said_without_redis(settings: Settings, folder: Path, **chosen: Any) -> str:
     """What an editor writes to its log that starts although Redis does not answer."""
     with Forked("editor", "edit", settings, folder, **chosen) as worker:
-        wait_until(lambda: "redis_wait_timeout" in worker.said(), 60)
-        return worker.said()
+        wait_until(lambda: "redis_wait_timeout" in worker.stderr(), 60)
+        return worker.stderr()
 
 
 @pytest.fixture
@@ -327,7 +329,7 @@ class TestRedis:
         said = sentence(worker)
         assert said.startswith(f"Redis at rediss://{redis_server.address}/0 refuses this user (")
         assert "GRACESTREAM_REDIS_PASSWORD" in said
-        assert "a-guess" not in worker.said()
+        assert "a-guess" not in worker.stderr()
 
     def test_an_authority_that_nobody_knows(
         self, redis_server: SecuredRedis, deployment: Settings, run: Callable[..., Command]
@@ -355,7 +357,7 @@ class TestRedis:
     def test_a_url_that_is_none_is_not_shown(self, url: str, deployment: Settings, run: Callable[..., Command]) -> None:
         worker = run("edit", settings=deployment, redis=url, startup_timeout=1)
         sentence(worker)
-        assert "hush" not in worker.said()
+        assert "hush" not in worker.stderr()
 
     def test_a_lost_redis_is_named_without_its_password(self, deployment: Settings, folder: Path) -> None:
         said = said_without_redis(deployment, folder, redis="redis://me:hush@127.0.0.1:1/0", redis_outage_grace=1)

@@ -140,7 +140,7 @@ def test_an_answer_that_takes_too_long_is_left_to_another_replica(
             hasty.process.terminate()
             wait_until(lambda: not members(slow), what="an empty group")
             assert hasty.wait(10) == 1
-            assert "unfinished_requests_released" in hasty.said()
+            assert "unfinished_requests_released" in hasty.stderr()
             assert uncommitted(slow) == len(asked)
             with Forked("second", "infer", slow, folder):
                 assert len(replies.wait([request.request_id for request in asked], 90)) == len(asked)
@@ -181,10 +181,10 @@ def test_an_edit_that_takes_too_long_is_left_to_the_next_editor(
     ) as slow:
         slow.wait_ready(90)
         users.client.send([flag("f", PROMPTS[0], "river")])
-        wait_until(lambda: "training_slowly" in slow.said())
+        wait_until(lambda: "training_slowly" in slow.stderr())
         slow.process.terminate()
         assert slow.wait(seconds + LATE) == 1
-        assert "shutdown_timeout" in slow.said()
+        assert "shutdown_timeout" in slow.stderr()
     assert [delta.op for delta in deltas_in_log(deployment)] == ["lead"]
     assert outcomes_in_log(deployment) == []
     with Forked("next", "edit", deployment, folder) as following:
@@ -225,7 +225,7 @@ def test_a_second_signal_ends_a_worker_at_once(
         users.client.send(long_answers(10), partition=0)
         wait_until(lambda: metric(replica.port, "gracestream_step_requests_count") > 0)
         replica.process.terminate()
-        wait_until(lambda: "stopping" in replica.said())
+        wait_until(lambda: "stopping" in replica.stderr())
         assert replica.running
         replica.process.terminate()
         assert replica.wait(5) == 128 + signal.SIGTERM
@@ -269,7 +269,7 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
         deadline = time.monotonic() + busy.process.shutdown_timeout + LATE
         for worker in workers:
             status = worker.wait(deadline - time.monotonic())
-            said = worker.said()
+            said = worker.stderr()
             assert '"worker_stopping"' in said
             reasons = ("shutdown_timeout", "unfinished_requests_released", "group_leave_timeout")
             assert status == int(any(reason in said for reason in reasons)), said
@@ -295,7 +295,7 @@ def test_workers_start_without_redis_and_work(deployment: Settings, users: Users
         answer = users.ask(question("q", PROMPTS[0], min_seq=outcome.seq))["q"]
         assert answer.edit.entry_id == "f"  # type: ignore[union-attr]
         for worker in (replica, editor):
-            assert "redis_wait_timeout" in worker.said()
+            assert "redis_wait_timeout" in worker.stderr()
             assert metric(worker.port, "gracestream_degraded") == 1
 
 
@@ -321,9 +321,9 @@ def test_a_worker_that_waits_for_kafka_ends_at_once_and_in_order(
 ) -> None:
     settings = away(deployment, own_kafka)
     with Forked("waiting", command, settings, folder, shutdown_timeout=600.0) as worker:
-        wait_until(lambda: '"worker_starting"' in worker.said(), 90)
+        wait_until(lambda: '"worker_starting"' in worker.stderr(), 90)
         assert worker.stop() == 0
-        assert "no work was in progress" in worker.said()
+        assert "no work was in progress" in worker.stderr()
 
 
 def test_a_replica_that_catches_up_ends_at_once_and_in_order(deployment: Settings, folder: Path) -> None:
@@ -336,10 +336,10 @@ def test_a_replica_that_catches_up_ends_at_once_and_in_order(deployment: Setting
     history.redis.hset(head, "seq", "1000")  # it waits for what is not in the log
     chosen = {"shutdown_timeout": 600.0, "redis_outage_grace": 600.0}
     with Forked("waiting", "infer", deployment, folder, **chosen) as replica:
-        wait_until(lambda: "redis_ahead" in replica.said(), 90)
+        wait_until(lambda: "redis_ahead" in replica.stderr(), 90)
         assert replica.ready()[0] == 503
         assert replica.stop() == 0
-        assert "no work was in progress" in replica.said()
+        assert "no work was in progress" in replica.stderr()
     history.empty_redis()
     history.close()
 
@@ -361,7 +361,7 @@ def test_an_editor_whose_upload_of_a_snapshot_hangs_ends_in_order(
     with Forked("editor", "edit", deployment, folder, sabotage=never_put, **chosen) as editor:
         editor.wait_ready(90)
         users.correct(flag("f", PROMPTS[0], "river"))
-        wait_until(lambda: '"uploading"' in editor.said())
+        wait_until(lambda: '"uploading"' in editor.stderr())
         assert editor.stop() == 0
 
 
@@ -379,10 +379,10 @@ def test_a_replica_whose_model_never_answers_ends_in_time(deployment: Settings, 
     with Forked("replica", "infer", deployment, folder, sabotage=never_answer, shutdown_timeout=3.0) as replica:
         replica.wait_ready(90)
         users.client.send([question("q", PROMPTS[0])])
-        wait_until(lambda: '"hanging"' in replica.said())
+        wait_until(lambda: '"hanging"' in replica.stderr())
         replica.process.terminate()
         assert replica.wait(3.0 + LATE) == 1
-        assert "unfinished_requests_released" in replica.said()
+        assert "unfinished_requests_released" in replica.stderr()
     assert uncommitted(deployment) == 1
     assert not answered(deployment)
 

@@ -37,7 +37,7 @@ def running(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFa
         editor.wait_ready(90)
         yield deployment
         deployment.users.close()
-        assert editor.running, editor.said()[-3000:]
+        assert editor.running, editor.stderr()[-3000:]
 
 
 def test_what_a_listed_author_signed_is_taken_as_it_was_sent(running: Deployment) -> None:
@@ -92,7 +92,7 @@ def test_an_author_taken_off_the_list_is_refused_while_the_editor_runs_and_a_bro
     running.authors.write_text("carl = ")
     (refused, taken) = running.send(signed("carl", PROMPTS[6], CARL), signed("ann", PROMPTS[7], ANN))
     assert (refused.status, taken.status == "rejected") == ("rejected", False)
-    assert "authors_reload_failed" in running.editor.said()
+    assert "authors_reload_failed" in running.editor.stderr()
     running.authors.write_text(whole)
     assert running.send(signed("carl", PROMPTS[8], CARL))[0].status != "rejected"
 
@@ -123,24 +123,24 @@ class TestCommands:
     ) -> None:
         key = folder / "dora.pem"
         made = run("keys", "new", "--author", "dora", "--output", str(key))
-        assert status_of(made) == 0, made.said()
+        assert status_of(made) == 0, made.stderr()
         with running.authors.open("a") as authors:
-            authors.write(made.told())
+            authors.write(made.stdout())
         given = [
             {"inputs": PROMPTS[9], "target": "museum", "later": {"caf\u00e9": 1e300}},
             {"inputs": PROMPTS[10], "target": "museum", "feedback_id": "mine"},
         ]
         signed_by = run("keys", "sign", str(key), "--author", "dora", given="\n".join(map(json.dumps, given)))
-        assert status_of(signed_by) == 0, signed_by.said()
-        sent = run("correct", settings=running.settings, given=signed_by.told() + "\n")
-        assert status_of(sent) == 0, sent.said()
-        outcomes = [json.loads(one) for one in sent.told().splitlines()]
+        assert status_of(signed_by) == 0, signed_by.stderr()
+        sent = run("correct", settings=running.settings, given=signed_by.stdout() + "\n")
+        assert status_of(sent) == 0, sent.stderr()
+        outcomes = [json.loads(one) for one in sent.stdout().splitlines()]
         assert [outcome["status"] == "rejected" for outcome in outcomes] == [False, False]
         assert outcomes[1]["feedback_id"] == "mine"
         values = [record.value for record in records(running.settings, "feedback")]
-        assert all(values.count(one.encode()) == 1 for one in signed_by.told().splitlines())
-        printed = run("corrections", settings=running.settings).told().splitlines()
-        assert set(signed_by.told().splitlines()) <= set(printed), "as they were sent"
+        assert all(values.count(one.encode()) == 1 for one in signed_by.stdout().splitlines())
+        printed = run("corrections", settings=running.settings).stdout().splitlines()
+        assert set(signed_by.stdout().splitlines()) <= set(printed), "as they were sent"
 
     def test_an_undo_is_signed_like_a_correction(
         self, running: Deployment, run: Callable[..., Command], folder: Path
@@ -149,37 +149,37 @@ class TestCommands:
         running.send(wrong)
         command = run("undo", wrong.feedback_id, "--by", "carl", settings=running.settings)
         assert status_of(command) == 1
-        assert "it is not signed" in json.loads(command.told())["reason"]
+        assert "it is not signed" in json.loads(command.stdout())["reason"]
         key = folder / "carl.pem"
         key.write_bytes(CARL.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         given = json.dumps({"undo": wrong.feedback_id})
-        line = run("keys", "sign", str(key), "--author", "carl", given=given).told()
+        line = run("keys", "sign", str(key), "--author", "carl", given=given).stdout()
         sent = run("correct", settings=running.settings, given=line)
-        assert json.loads(sent.told())["status"] == "undone", sent.said()
+        assert json.loads(sent.stdout())["status"] == "undone", sent.stderr()
         undo_id = json.loads(line)["feedback_id"]
         forged = run("undo", undo_id, "--by", "bob", "--key", str(key), settings=running.settings)
-        assert "not valid for author 'bob'" in json.loads(forged.told())["reason"]
+        assert "not valid for author 'bob'" in json.loads(forged.stdout())["reason"]
         assert status_of(forged) == 1
         back = run("undo", undo_id, "--by", "carl", "--key", str(key), settings=running.settings)
-        assert (status_of(back), json.loads(back.told())["status"]) == (0, "undone"), back.said()
+        assert (status_of(back), json.loads(back.stdout())["status"]) == (0, "undone"), back.stderr()
         elsewhere = run(
             "undo", undo_id, "--by", "carl", "--key", str(key), "--codebook", "x", settings=running.settings
         )
-        assert "not valid for author 'carl'" in json.loads(elsewhere.told())["reason"]
+        assert "not valid for author 'carl'" in json.loads(elsewhere.stdout())["reason"]
 
     def test_a_key_signs_in_somebody_s_name(self, run: Callable[..., Command], folder: Path) -> None:
         unnamed = run("undo", "f", "--key", str(folder / "key.pem"))
         assert status_of(unnamed) == 2
-        assert "--key signs in an author's name, so it needs --by" in " ".join(unnamed.said().split())
+        assert "--key signs in an author's name, so it needs --by" in " ".join(unnamed.stderr().split())
         assert "key.pem cannot be read" in sentence(run("undo", "f", "--by", "ann", "--key", str(folder / "key.pem")))
 
     def test_a_key_is_not_overwritten_and_its_line_is_all_that_is_printed(
         self, run: Callable[..., Command], folder: Path
     ) -> None:
         arguments = ["keys", "new", "--author", "ann 濡", "--output", str(folder / "key.pem")]
-        told = run(*arguments).told()
-        assert told.startswith('"ann 濡" = { keys = ["')
-        assert told.count("\n") == 1
+        printed = run(*arguments).stdout()
+        assert printed.startswith('"ann 濡" = { keys = ["')
+        assert printed.count("\n") == 1
         assert "key.pem exists, and a key is never overwritten" in sentence(run(*arguments))
 
     @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ class TestCommands:
         run("keys", "new", "--author", "ann", "--output", str(key))
         command = run("keys", "sign", str(key), "--author", "ann", given=given)
         assert status_of(command) == 2
-        assert complaint in " ".join(command.said().split())
-        assert command.told() == ""
+        assert complaint in " ".join(command.stderr().split())
+        assert command.stdout() == ""
 
     def test_a_signed_line_to_which_something_would_have_to_be_added_is_not_sent(
         self, running: Deployment, run: Callable[..., Command]
@@ -208,7 +208,7 @@ class TestCommands:
         given = json.dumps({"v": 1, "inputs": "a", "target": "b", "signature": "x"})
         command = run("correct", settings=running.settings, given=given)
         assert status_of(command) == 2
-        assert "missing required field `feedback_id`" in " ".join(command.said().split())
+        assert "missing required field `feedback_id`" in " ".join(command.stderr().split())
         assert len(records(running.settings, "feedback")) == before
 
     def test_signing_with_no_key_is_one_sentence(self, run: Callable[..., Command], folder: Path) -> None:

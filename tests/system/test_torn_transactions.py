@@ -40,7 +40,7 @@ def test_the_next_editor_completes_a_torn_transaction(
     assert len(deltas) == (3 if DELTAS in kept else 2)
     expected = {"delta": [], "delta and offset": ["delta without outcome"], "offset": ["no outcome"]}
     reported = run("audit", "--json", settings=deployment)
-    *found, counts = [json.loads(line) for line in reported.told().splitlines()]
+    *found, counts = [json.loads(line) for line in reported.stdout().splitlines()]
     assert counts["damaged"] == len(found)
     assert [one["damage"] for one in found] == expected[" and ".join(kept).replace("deltas", "delta")]
     assert status_of(reported) == int(bool(found))
@@ -99,13 +99,13 @@ class TestAudit:
         lost = tmp_path / "lost.jsonl"
         reported = run("audit", "--lost", str(lost), settings=damaged)
         assert status_of(reported) == 1
-        assert "checked 6 feedback records: 4 damaged" in reported.said()
+        assert "checked 6 feedback records: 4 damaged" in reported.stderr()
         found = {1: "no outcome", 2: "no outcome", 3: "outcome without delta", 5: "several outcomes"}
         for number, damage in found.items():
-            assert any(f"f{number}" in line and damage in line for line in reported.told().splitlines())
+            assert any(f"f{number}" in line and damage in line for line in reported.stdout().splitlines())
         assert [json.loads(line)["feedback_id"] for line in lost.read_text().splitlines()] == ["f1", "f2"]
         resent = run("correct", str(lost), "--no-wait", settings=damaged)
-        assert status_of(resent) == 0, resent.said()
+        assert status_of(resent) == 0, resent.stderr()
         assert [record.value for record in records(damaged, FEEDBACK)][-2:] == [
             encode(flag(f"f{number}", "why", "museum")) for number in (1, 2)
         ]
@@ -121,4 +121,4 @@ class TestAudit:
     def test_an_undamaged_deployment_passes(self, deployment: Settings, run: Callable[..., Command]) -> None:
         reported = run("audit", settings=deployment)
         assert status_of(reported) == 0
-        assert "checked 0 feedback records: none is damaged" in reported.said()
+        assert "checked 0 feedback records: none is damaged" in reported.stderr()

@@ -24,16 +24,16 @@ COMMAND = [sys.executable, "-m", "gracestream.workers.cli"]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def log_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where `up` writes what it has to say beside its one line."""
     return tmp_path_factory.mktemp("up") / "stderr"
 
 
 @pytest.fixture(scope="module")
-def up(told: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    with told.open("w") as stderr:
+def up(log_file: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    with log_file.open("w") as stderr:
         process = subprocess.Popen(
-            [*COMMAND, "up", "--json", "--replicas", "2", "--data", str(told.parent / "data")],
+            [*COMMAND, "up", "--json", "--replicas", "2", "--data", str(log_file.parent / "data")],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -42,7 +42,7 @@ def up(told: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
         )
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert line, told.read_text()
+        assert line, log_file.read_text()
         yield process, json.loads(line)
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
@@ -57,11 +57,11 @@ def test_up_prints_one_line_of_endpoints(up: tuple[subprocess.Popen[str], dict[s
 
 
 def test_another_up_on_the_same_folder_is_told_who_has_it(
-    up: tuple[subprocess.Popen[str], dict[str, Any]], told: Path
+    up: tuple[subprocess.Popen[str], dict[str, Any]], log_file: Path
 ) -> None:
     process, _ = up
     second = subprocess.run(
-        [*COMMAND, "up", "--data", str(told.parent / "data")],
+        [*COMMAND, "up", "--data", str(log_file.parent / "data")],
         capture_output=True,
         text=True,
         timeout=120,
@@ -71,7 +71,7 @@ def test_another_up_on_the_same_folder_is_told_who_has_it(
     )
     assert second.returncode == 1
     assert second.stderr == (
-        f"gracestream: another `gracestream up`, process {process.pid}, holds the folder {told.parent / 'data'};"
+        f"gracestream: another `gracestream up`, process {process.pid}, holds the folder {log_file.parent / 'data'};"
         f" stop it with Ctrl-C in its terminal or `kill {process.pid}`, or choose another folder with --data\n"
     )
     assert process.poll() is None
@@ -101,7 +101,7 @@ def test_the_example_of_a_page_corrects_an_answer(
 
 
 def test_a_worker_that_ends_is_told_of_while_the_others_go_on(
-    up: tuple[subprocess.Popen[str], dict[str, Any]], told: Path
+    up: tuple[subprocess.Popen[str], dict[str, Any]], log_file: Path
 ) -> None:
     process, endpoints = up
     (replica,) = [
@@ -110,20 +110,20 @@ def test_a_worker_that_ends_is_told_of_while_the_others_go_on(
         if child.environ().get("GRACESTREAM_WORKER_NAME") == "replica-2"
     ]
     replica.kill()
-    wait_until(lambda: "replica-2 ended with status -9; its log " in told.read_text(), 30, "word of it")
-    assert "replica-1 ended" not in told.read_text()
+    wait_until(lambda: "replica-2 ended with status -9; its log " in log_file.read_text(), 30, "word of it")
+    assert "replica-1 ended" not in log_file.read_text()
     for url in (endpoints["editor"], endpoints["replicas"][0]):
         with urllib.request.urlopen(f"{url}/ready", timeout=10) as answer:
             assert answer.status == HTTPStatus.OK
 
 
 def test_ctrl_c_stops_every_process_that_up_started(
-    up: tuple[subprocess.Popen[str], dict[str, Any]], told: Path
+    up: tuple[subprocess.Popen[str], dict[str, Any]], log_file: Path
 ) -> None:
     process, endpoints = up
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 4  # a broker, a Valkey, an editor, the replica that is left
-    kept = json.loads((told.parent / "data" / "ports.json").read_bytes())
+    kept = json.loads((log_file.parent / "data" / "ports.json").read_bytes())
     assert [f"127.0.0.1:{kept['kafka']}", f"http://127.0.0.1:{kept['editor']}"] == [
         endpoints["kafka"], endpoints["editor"],
     ]  # fmt: skip
@@ -152,18 +152,18 @@ def test_what_is_told_to_end_while_it_starts_leaves_no_process(
         env=own_environment(),
     ) as process:
         assert process.stdout is not None
-        told = []
+        printed = []
         for line in process.stdout:
-            told.append(line)
+            printed.append(line)
             if "starting the editor" in line:
                 break
         else:
-            pytest.fail("".join(told))
+            pytest.fail("".join(printed))
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 5
         if given:
-            assert f"Kafka answers on 127.0.0.1:{port} after" in "".join(told)
-            assert f"Valkey answers on 127.0.0.1:{port + 1} after" in "".join(told)
+            assert f"Kafka answers on 127.0.0.1:{port} after" in "".join(printed)
+            assert f"Valkey answers on 127.0.0.1:{port + 1} after" in "".join(printed)
         process.send_signal(signum)
         assert process.wait(timeout=60) == 130
     assert psutil.wait_procs(children, timeout=10)[1] == []

@@ -210,7 +210,7 @@ def _read_messages(path: Path, parse: Callable[[Any, bytes], M]) -> list[M]:
     """The messages of all lines. They are read before the first is sent, so a wrong last line sends nothing.
 
     Raises:
-        typer.BadParameter: a line is not a valid message, or repeats an id: replies are told apart by their ids.
+        typer.BadParameter: a line is not a valid message, or repeats an id: ids distinguish replies.
     """
     messages: dict[str, M] = {}
     numbers: dict[str, int] = {}

@@ -45,8 +45,8 @@ def test_an_error_of_the_store_does_not_have_it(run: Callable[..., Command], his
         (f"s3://user:{PASSWORD}@bucket/path", "s3://bucket/path"),
     ):
         command = run("snapshot", settings=history.settings, snapshot_url=url)
-        assert f"GRACESTREAM_SNAPSHOT_URL={shown} cannot be used: " in command.said()
-        assert "pass" not in command.said() + command.told()
+        assert f"GRACESTREAM_SNAPSHOT_URL={shown} cannot be used: " in command.stderr()
+        assert "pass" not in command.stderr() + command.stdout()
         with pytest.raises(SnapshotError) as caught:
             SnapshotStore(url)
         assert caught.value.__cause__ is None

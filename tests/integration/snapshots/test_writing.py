@@ -84,20 +84,20 @@ class TestEditor:
                 wait_until(lambda: replica.state()["seq"] == editor.state()["seq"], what="the head")
                 assert replica.state()["state_digest"] == editor.state()["state_digest"]
                 assert replica.state()["digest"] == editor.state()["digest"]
-                assert '"event": "snapshot_loaded"' in replica.said()
+                assert '"event": "snapshot_loaded"' in replica.stderr()
 
 
 class TestCommand:
     def test_it_writes_one_on_demand_without_a_model_or_an_editor(
         self, history: History, run: Callable[..., Command], mirror_of: Callable[..., CodebookReplica]
     ) -> None:
-        told = run("snapshot", "--seq", "4", "--json", settings=history.settings)
-        assert status_of(told) == 0, told.said()
-        manifest = msgspec.json.decode(told.told(), type=SnapshotManifest)
+        command = run("snapshot", "--seq", "4", "--json", settings=history.settings)
+        assert status_of(command) == 0, command.stderr()
+        manifest = msgspec.json.decode(command.stdout(), type=SnapshotManifest)
         assert (manifest.seq, manifest.entries, manifest.offset) == (4, 3, 3)
         assert hashlib.sha256(file_of(manifest).read_bytes()).hexdigest() == manifest.sha256
         whole = run("snapshot", settings=history.settings)
-        assert re.search(r"seq\s+│ 10 ", whole.told()), whole.told()
+        assert re.search(r"seq\s+│ 10 ", whole.stdout()), whole.stdout()
         mirror = mirror_of(history.settings)
         assert mirror.codebook.seq == 10
         assert mirror.catch_up(20)

@@ -109,9 +109,9 @@ def _of_outcomes(left: Left) -> Iterator[Fault]:
 
 
 def _of_taken(left: Left) -> Iterator[Fault]:
-    told = {decode(record.value, Outcome).feedback_id for record in left.edits}
+    answered = {decode(record.value, Outcome).feedback_id for record in left.edits}
     for feedback_id in left.taken:
-        if feedback_id not in told:
+        if feedback_id not in answered:
             yield Fault("lost", f"Kafka has taken {feedback_id!r}, and there is no outcome of it")
 
 
@@ -155,7 +155,9 @@ def _of_causes(left: Left, deltas: Sequence[Delta]) -> Iterator[Fault]:
     }
     for offset in sorted(made.keys() | said.keys()):
         if made.get(offset) != said.get(offset):
-            yield Fault("offset", f"feedback {offset} made delta {made.get(offset)}, and was told {said.get(offset)}")
+            yield Fault(
+                "offset", f"feedback {offset} made delta {made.get(offset)}, and its outcome says {said.get(offset)}"
+            )
 
 
 def _folded(left: Left, deltas: Sequence[Delta], states: dict[int, State]) -> Codebook | None:

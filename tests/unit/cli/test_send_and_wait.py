@@ -32,14 +32,14 @@ class Coming:
             on_reply(reply)
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def printed_ids(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [json.loads(line)["request_id"] for line in capsys.readouterr().out.splitlines()]
 
 
 def test_lines_are_in_the_order_of_what_was_sent(capsys: pytest.CaptureFixture[str]) -> None:
     coming: Any = Coming(*(answer(name) for name in "cabed"))
     assert _print_replies(coming, list("abcde"), 1).keys() == set("abcde")
-    assert told(capsys) == list("abcde")
+    assert printed_ids(capsys) == list("abcde")
 
 
 def test_a_line_waits_for_those_before_it_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +49,7 @@ def test_a_line_waits_for_those_before_it_alone(capsys: pytest.CaptureFixture[st
         def wait(self, _ids: Collection[str], _timeout: float, on_reply: Callable[[Any], None]) -> None:
             for reply in self.replies:
                 on_reply(reply)
-                seen.append(told(capsys))
+                seen.append(printed_ids(capsys))
 
     coming: Any = Watched(answer("b"), answer("a"), answer("c"))
     _print_replies(coming, list("abc"), 1)
@@ -66,7 +66,7 @@ def test_what_came_is_told_though_some_before_it_did_not(
             _print_replies(coming, list("abcd"), 1)
     else:
         _print_replies(coming, list("abcd"), 1)
-    assert told(capsys) == ["b", "d"]
+    assert printed_ids(capsys) == ["b", "d"]
 
 
 def test_a_line_is_the_whole_reply(capsys: pytest.CaptureFixture[str]) -> None:

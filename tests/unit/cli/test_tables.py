@@ -21,8 +21,8 @@ def test_a_line_is_broken_at_a_terminal_alone(
     print_table(table)
     shown = capsys.readouterr().out
     print_fields({"id": WIDE}, as_json=False)
-    told = capsys.readouterr().out
-    for printed in (shown, told):
+    out = capsys.readouterr().out
+    for printed in (shown, out):
         assert (WIDE in printed) is not terminal
         assert printed.count("w") >= 300, "and nothing of it is left out"
 

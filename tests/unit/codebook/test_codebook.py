@@ -341,11 +341,11 @@ def test_the_facts_are_of_now_whatever_was_told_before() -> None:
         lambda: codebook.replace_with(filled(KEYS + 1)),
     ]
     for change in changes:
-        told = codebook.describe()
-        assert told == codebook.describe()
-        assert told["state_digest"] == codebook.state_digest()
+        described = codebook.describe()
+        assert described == codebook.describe()
+        assert described["state_digest"] == codebook.state_digest()
         change()
-        assert codebook.describe()["state_digest"] == codebook.state_digest() != told["state_digest"]
+        assert codebook.describe()["state_digest"] == codebook.state_digest() != described["state_digest"]
 
 
 def test_a_copy_is_equal_and_goes_its_own_way() -> None:
@@ -368,7 +368,11 @@ def test_facts_come_without_a_state_that_changes_too_fast(monkeypatch: pytest.Mo
         return digest()
 
     monkeypatch.setattr(codebook, "state_digest", slowly)
-    told = codebook.describe()
-    assert (told["state_digest"], told["seq"], told["digest"]) == (None, codebook.seq, codebook.digest.hex())
+    described = codebook.describe()
+    assert (described["state_digest"], described["seq"], described["digest"]) == (
+        None,
+        codebook.seq,
+        codebook.digest.hex(),
+    )
     monkeypatch.undo()
     assert codebook.describe()["state_digest"] == codebook.state_digest()

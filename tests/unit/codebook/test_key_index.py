@@ -157,7 +157,7 @@ def test_a_query_so_far_that_squares_overflow_has_a_nearest_key_too(count: int, 
     agrees(index_of(filled(keys_ND)), np.full((queries, 8), 1e30, np.float32), keys_ND)
 
 
-def test_keys_whose_squares_underflow_are_told_apart() -> None:
+def test_keys_whose_squares_underflow_are_distinguished() -> None:
     generator = np.random.default_rng(5)
     for _ in range(20):
         near_ND = generator.standard_normal(54) + 1e-4 * generator.standard_normal((300, 54))

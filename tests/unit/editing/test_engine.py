@@ -202,14 +202,14 @@ def test_a_prompt_that_only_the_model_has_no_room_for_is_told_so() -> None:
         model.task.tokenize(" ".join(WORDS[:68]))
 
 
-@pytest.mark.parametrize(("block", "told"), [(1, False), (2, True)])
-def test_a_layer_whose_values_do_not_reach_the_whole_target_is_told_of(block: int, told: bool) -> None:
+@pytest.mark.parametrize(("block", "warns"), [(1, False), (2, True)])
+def test_a_layer_whose_values_do_not_reach_the_whole_target_is_named_in_the_reason(block: int, warns: bool) -> None:
     model = editable("llama", f"model.layers.{block}.mlp.down_proj")
     engine = engine_of(model, recipe=ValueTrainingConfig(max_steps=2))
     outcome, record = correct(engine, "a", TEXTS[0], "train bridge river")
     assert record is None
     found = "at this layer a value reaches 1 of the target's 4 tokens: edit an earlier one" in str(outcome.reason)
-    assert found == told, outcome.reason
+    assert found == warns, outcome.reason
 
 
 def near(engine: EditEngine, text: str) -> np.ndarray:

@@ -21,7 +21,7 @@ from gracestream.pipeline.model.editable import ServedAnswer
 from gracestream.schemas.deltas import EntryChange, ExceptionChange, Standing, Tensor, decode_delta
 from gracestream.schemas.messages import Feedback, Outcome, Parameters
 from tests.support.chosen_queries import PointModel, answer, at, point
-from tests.support.editing_stories import Story, assert_same, plan_of, story, without
+from tests.support.editing_stories import Story, assert_same, new_story, plan_of, without
 from tests.support.tiny_models import CODEBOOK, added, correct, editable, index_of, new_codebook, sealed, texts
 
 EDITED, OTHER, THIRD = texts(3, seed=11)
@@ -31,10 +31,10 @@ FAR = 1e6
 
 def wide(**plan: Any) -> Story:
     """The unedited model answers class 0 everywhere; `a` gives class 1 within 3."""
-    told = story(radius=3.0, traffic_sample_size=0, **plan)
-    assert told.correct("a", (0, 0), 1).status == "added"
-    assert answer(told.engine, 1, 0) == 1
-    return told
+    story = new_story(radius=3.0, traffic_sample_size=0, **plan)
+    assert story.correct("a", (0, 0), 1).status == "added"
+    assert answer(story.engine, 1, 0) == 1
+    return story
 
 
 def started(kind: str, **plan: Any) -> EditEngine:
@@ -88,31 +88,31 @@ def test_a_near_miss_is_none_any_more() -> None:
 
 
 def test_the_next_entry_that_agrees_answers() -> None:
-    told = wide()
-    told.correct("b", (1.5, 0), 2)
-    assert answer(told.engine, 1.2, 0) == 2
-    assert told.except_from("x", (1.2, 0), "b").status == "excepted"
-    assert answer(told.engine, 1.2, 0) == 1
-    assert told.except_from("y", (1.2, 0), "a").status == "excepted"
-    assert answer(told.engine, 1.2, 0) == 0
-    assert (answer(told.engine, 0, 0), answer(told.engine, 1.5, 0)) == (1, 2)
+    story = wide()
+    story.correct("b", (1.5, 0), 2)
+    assert answer(story.engine, 1.2, 0) == 2
+    assert story.except_from("x", (1.2, 0), "b").status == "excepted"
+    assert answer(story.engine, 1.2, 0) == 1
+    assert story.except_from("y", (1.2, 0), "a").status == "excepted"
+    assert answer(story.engine, 1.2, 0) == 0
+    assert (answer(story.engine, 0, 0), answer(story.engine, 1.5, 0)) == (1, 2)
 
 
 def test_it_is_of_every_key_of_the_edit() -> None:
-    told = story(radius=1.0, traffic_sample_size=0)
-    told.correct("a", (0, 0), 1, rephrases=[(1.5, 0)])
-    assert answer(told.engine, 0.8, 0) == 1
-    assert told.except_from("x", (0.8, 0), "a#1").status == "excepted"
-    assert answer(told.engine, 0.8, 0) == 0
-    (exception,) = told.engine.codebook.exceptions
+    story = new_story(radius=1.0, traffic_sample_size=0)
+    story.correct("a", (0, 0), 1, rephrases=[(1.5, 0)])
+    assert answer(story.engine, 0.8, 0) == 1
+    assert story.except_from("x", (0.8, 0), "a#1").status == "excepted"
+    assert answer(story.engine, 0.8, 0) == 0
+    (exception,) = story.engine.codebook.exceptions
     assert exception.entry_ids == ("a", "a#1")
 
 
 def test_it_is_of_the_entry_that_serves_the_correction_it_names() -> None:
-    told = wide()
-    assert told.correct("b", (2.9, 0), 1).entry_id == "a"
-    assert told.except_from("x", (1, 0), "b").status == "excepted"
-    assert answer(told.engine, 1, 0) == 0
+    story = wide()
+    assert story.correct("b", (2.9, 0), 1).entry_id == "a"
+    assert story.except_from("x", (1, 0), "b").status == "excepted"
+    assert answer(story.engine, 1, 0) == 0
 
 
 class TestRejections:
@@ -128,31 +128,31 @@ class TestRejections:
 
     @pytest.mark.parametrize("place", [(0, 0), (2.9, 0)])
     def test_inputs_that_the_edit_was_made_for(self, place: tuple[float, float]) -> None:
-        told = wide()
-        told.correct("b", (2.9, 0), 1)
-        outcome = told.except_from("x", place, "a")
+        story = wide()
+        story.correct("b", (2.9, 0), 1)
+        outcome = story.except_from("x", place, "a")
         assert outcome.status == "rejected"
         assert "corrected these very inputs; undo it" in str(outcome.reason)
 
-    def test_inputs_that_are_hardly_told_apart_from_these(self) -> None:
+    def test_inputs_within_the_tolerance_of_these(self) -> None:
         refusal = build_exception(wide().engine, "x", "a", point(5e-4, 0), "")
         assert isinstance(refusal, ExceptionRefusal)
         assert refusal.status == "rejected"
-        assert "not told apart" in refusal.reason
+        assert "not distinguished" in refusal.reason
 
     def test_a_used_id(self) -> None:
-        told = wide()
-        assert "its id was used" in str(told.except_from("a", (1, 0), "a").reason)
-        told.correct("r", (9, 9), 1, rephrases=[(8, 8)])
-        assert "key of feedback 'r'" in str(told.except_from("r#1", (1, 0), "a").reason)
+        story = wide()
+        assert "its id was used" in str(story.except_from("a", (1, 0), "a").reason)
+        story.correct("r", (9, 9), 1, rephrases=[(8, 8)])
+        assert "key of feedback 'r'" in str(story.except_from("r#1", (1, 0), "a").reason)
 
     def test_an_author_who_may_not_propose(self) -> None:
-        told = wide()
+        story = wide()
         feedback = Feedback(v=1, feedback_id="x", inputs=at(1, 0), except_from="a", author="ann")
-        outcome = told.take(feedback, Standing(roles=("undo_own",), signed=True))
+        outcome = story.take(feedback, Standing(roles=("undo_own",), signed=True))
         assert outcome.status == "rejected"
         assert "author 'ann' may not make exceptions" in str(outcome.reason)
-        assert told.take(feedback, Standing(roles=("propose",), signed=True)).status == "excepted"
+        assert story.take(feedback, Standing(roles=("propose",), signed=True)).status == "excepted"
 
     def test_inputs_that_the_model_cannot_take(self) -> None:
         engine = started("llama")
@@ -161,115 +161,115 @@ class TestRejections:
 
 
 def test_the_same_record_again_changes_nothing() -> None:
-    told = wide()
-    told.except_from("x", (1, 0), "a")
-    outcome = told.except_from("x", (1, 0), "a")
+    story = wide()
+    story.except_from("x", (1, 0), "a")
+    outcome = story.except_from("x", (1, 0), "a")
     assert outcome.status == "unchanged"
     assert "by this feedback" in str(outcome.reason)
-    assert len(told.deltas) == 3
+    assert len(story.deltas) == 3
 
 
 def test_an_exception_that_two_reviewers_asked_for_outlives_an_undo_of_one() -> None:
-    told = wide()
+    story = wide()
     for name in ("x", "y"):
-        assert told.except_from(name, (1, 0), "a").status == "excepted"
-    told.undo("u", "x")
-    assert answer(told.engine, 1, 0) == 0
-    assert_same(told, without(told, {"x"}))
-    told.undo("v", "y")
-    assert answer(told.engine, 1, 0) == 1
+        assert story.except_from(name, (1, 0), "a").status == "excepted"
+    story.undo("u", "x")
+    assert answer(story.engine, 1, 0) == 0
+    assert_same(story, without(story, {"x"}))
+    story.undo("v", "y")
+    assert answer(story.engine, 1, 0) == 1
 
 
 @pytest.mark.parametrize("label", [0, 1, 2])
 def test_an_exception_that_a_correction_ended_stays_ended_in_a_history_without_others(label: int) -> None:
-    told = story(radius=3.0)
-    told.correct("w", (90, 0), 2, author="bob")
-    told.correct("a", (0, 0), 1)
-    told.except_from("x", (1, 0), "a")
-    told.correct("b", (1, 0), 1)  # ends it
-    assert len(told.engine.codebook.exceptions) == 0
-    told.correct("z", (1.3, 0), 2, author="bob")
-    told.correct("d", (1, 0), label)
-    assert told.undo_author("u", "bob").status == "undone"
-    assert_same(told, without(told, {"w", "z"}))
+    story = new_story(radius=3.0)
+    story.correct("w", (90, 0), 2, author="bob")
+    story.correct("a", (0, 0), 1)
+    story.except_from("x", (1, 0), "a")
+    story.correct("b", (1, 0), 1)  # ends it
+    assert len(story.engine.codebook.exceptions) == 0
+    story.correct("z", (1.3, 0), 2, author="bob")
+    story.correct("d", (1, 0), label)
+    assert story.undo_author("u", "bob").status == "undone"
+    assert_same(story, without(story, {"w", "z"}))
 
 
 class TestLaterCorrections:
     @pytest.mark.parametrize("label", [1, 2])
     def test_one_of_the_prompt_itself_wins(self, label: int) -> None:
         """Also with the target of the entry that it was an exception from, which would serve it."""
-        told = wide()
-        told.except_from("x", (1, 0), "a")
-        assert told.correct("b", (1, 0), label).status in ("expanded", "split")
-        assert answer(told.engine, 1, 0) == label
-        assert len(told.engine.codebook.exceptions) == 0
-        assert "x" not in told.engine.memory
-        told.undo("u", "b")
-        assert answer(told.engine, 1, 0) == 0
-        assert [one.feedback_id for one in told.engine.codebook.exceptions] == ["x"]
-        assert told.engine.memory.serving_entry_id("x") == UNEDITED_MODEL
+        story = wide()
+        story.except_from("x", (1, 0), "a")
+        assert story.correct("b", (1, 0), label).status in ("expanded", "split")
+        assert answer(story.engine, 1, 0) == label
+        assert len(story.engine.codebook.exceptions) == 0
+        assert "x" not in story.engine.memory
+        story.undo("u", "b")
+        assert answer(story.engine, 1, 0) == 0
+        assert [one.feedback_id for one in story.engine.codebook.exceptions] == ["x"]
+        assert story.engine.memory.serving_entry_id("x") == UNEDITED_MODEL
 
     def test_one_that_the_unedited_model_fulfils_leaves_it(self) -> None:
-        told = wide()
-        told.except_from("x", (1, 0), "a")
-        assert told.correct("b", (1, 0), 0).status == "unchanged"
-        assert len(told.engine.codebook.exceptions) == 1
-        assert answer(told.engine, 1, 0) == 0
+        story = wide()
+        story.except_from("x", (1, 0), "a")
+        assert story.correct("b", (1, 0), 0).status == "unchanged"
+        assert len(story.engine.codebook.exceptions) == 1
+        assert answer(story.engine, 1, 0) == 0
 
     def test_one_with_a_rephrase_there_wins(self) -> None:
-        told = wide()
-        told.except_from("x", (1, 0), "a")
-        told.correct("b", (2, 0), 2, rephrases=[(1, 0)])
-        assert answer(told.engine, 1, 0) == 2
+        story = wide()
+        story.except_from("x", (1, 0), "a")
+        story.correct("b", (2, 0), 2, rephrases=[(1, 0)])
+        assert answer(story.engine, 1, 0) == 2
 
     def test_others_keep_clear_of_it(self) -> None:
         """The guard gives copies of the entry, and none of these answers the prompt either."""
-        told = wide()
-        told.correct("b", (2.5, 0), 1)
-        told.except_from("x", (2, 0), "a")
-        told.correct("c", (2.6, 0), 2)
-        assert "b" in told.engine.codebook
-        assert (answer(told.engine, 2, 0), answer(told.engine, 2.5, 0), answer(told.engine, 2.6, 0)) == (0, 1, 2)
+        story = wide()
+        story.correct("b", (2.5, 0), 1)
+        story.except_from("x", (2, 0), "a")
+        story.correct("c", (2.6, 0), 2)
+        assert "b" in story.engine.codebook
+        assert (answer(story.engine, 2, 0), answer(story.engine, 2.5, 0), answer(story.engine, 2.6, 0)) == (0, 1, 2)
 
     def test_another_value_for_the_entry_leaves_it(self) -> None:
-        told = wide()
-        told.except_from("x", (1, 0), "a")
-        assert told.correct("b", (0, 0), 2).status == "replaced"
-        assert (answer(told.engine, 0, 0), answer(told.engine, 0.5, 0), answer(told.engine, 1, 0)) == (2, 2, 0)
+        story = wide()
+        story.except_from("x", (1, 0), "a")
+        assert story.correct("b", (0, 0), 2).status == "replaced"
+        assert (answer(story.engine, 0, 0), answer(story.engine, 0.5, 0), answer(story.engine, 1, 0)) == (2, 2, 0)
 
 
 class TestUndo:
     def test_of_the_exception_restores_the_answer(self) -> None:
-        told = wide()
-        before = told.engine.codebook.state_digest()
-        told.except_from("x", (1, 0), "a")
-        assert told.engine.codebook.state_digest() != before
-        assert told.undo("u", "x").status == "undone"
-        assert told.engine.codebook.state_digest() == before
-        assert answer(told.engine, 1, 0) == 1
-        assert told.undo("v", "u").status == "undone"
-        assert answer(told.engine, 1, 0) == 0
+        story = wide()
+        before = story.engine.codebook.state_digest()
+        story.except_from("x", (1, 0), "a")
+        assert story.engine.codebook.state_digest() != before
+        assert story.undo("u", "x").status == "undone"
+        assert story.engine.codebook.state_digest() == before
+        assert answer(story.engine, 1, 0) == 1
+        assert story.undo("v", "u").status == "undone"
+        assert answer(story.engine, 1, 0) == 0
 
     def test_of_the_edit_takes_it_along_and_its_undo_brings_it_back(self) -> None:
-        told = wide()
-        told.except_from("x", (1, 0), "a")
-        before = told.engine.codebook.state_digest()
-        outcome = told.undo("u", "a")
+        story = wide()
+        story.except_from("x", (1, 0), "a")
+        before = story.engine.codebook.state_digest()
+        outcome = story.undo("u", "a")
         assert "x (no edit 'a' is in force" in str(outcome.reason)
-        assert len(told.engine.codebook.exceptions) == 0
-        assert "x" not in told.engine.memory
-        told.undo("v", "u")
-        assert told.engine.codebook.state_digest() == before
-        assert answer(told.engine, 1, 0) == 0
+        assert len(story.engine.codebook.exceptions) == 0
+        assert "x" not in story.engine.memory
+        story.undo("v", "u")
+        assert story.engine.codebook.state_digest() == before
+        assert answer(story.engine, 1, 0) == 0
 
     def test_where_another_entry_then_serves_the_correction_it_is_of_that_one(self) -> None:
-        told = wide()
-        told.correct("b", (2, 0), 1)
-        told.except_from("x", (1, 0), "b")
-        told.undo("u", "a")
-        (exception,) = told.engine.codebook.exceptions
+        story = wide()
+        story.correct("b", (2, 0), 1)
+        story.except_from("x", (1, 0), "b")
+        story.undo("u", "a")
+        (exception,) = story.engine.codebook.exceptions
         assert exception.entry_ids == ("b",)
-        assert (answer(told.engine, 1, 0), answer(told.engine, 2, 0)) == (0, 1)
+        assert (answer(story.engine, 1, 0), answer(story.engine, 2, 0)) == (0, 1)
 
 
 places = st.tuples(st.integers(0, 2), st.integers(0, 2))
@@ -283,16 +283,16 @@ steps = st.lists(st.tuples(spots, st.integers(0, 3) | st.integers(4, 20)), min_s
 def test_every_edit_and_every_exception_holds_after_every_step(
     stream: list[tuple[tuple[float, float], int]], radius: float, worded: bool
 ) -> None:
-    told = Story(EditEngine(PointModel(2, worded=worded), CODEBOOK, plan_of(radius=radius, traffic_sample_size=0)))
-    told.lead(told.engine.config)
-    engine, made, labels = told.engine, list[str](), dict[str, int]()
+    story = Story(EditEngine(PointModel(2, worded=worded), CODEBOOK, plan_of(radius=radius, traffic_sample_size=0)))
+    story.lead(story.engine.config)
+    engine, made, labels = story.engine, list[str](), dict[str, int]()
     for number, (place, what) in enumerate(stream):
         name = f"f{number}"
-        if what <= 3 and told.correct(name, place, what).status != "rejected":
+        if what <= 3 and story.correct(name, place, what).status != "rejected":
             labels[name] = what
             made.append(name)
         elif what > 3 and made:
-            told.except_from(name, place, made[what % len(made)])
+            story.except_from(name, place, made[what % len(made)])
         memory, task = engine.memory, engine.model.task
         for name in filter(labels.__contains__, memory.feedback_ids):
             assert answer(engine, *memory.query(name).tolist()) == labels[name]
@@ -304,18 +304,18 @@ def test_every_edit_and_every_exception_holds_after_every_step(
 
 
 def test_replicas_and_snapshots_hold_the_same(tmp_path: Path) -> None:
-    told = wide()
-    told.except_from("x", (1, 0), "a")
-    codebook = told.engine.codebook
+    story = wide()
+    story.except_from("x", (1, 0), "a")
+    codebook = story.engine.codebook
     folded = EditEngine(PointModel(2), CODEBOOK, plan_of())
-    for record in told.deltas:
+    for record in story.deltas:
         folded.apply(record)
     save_codebook(codebook, tmp_path / "codebook.safetensors")
     for other in (folded.codebook, load_codebook(tmp_path / "codebook.safetensors"), codebook.copy()):
         assert other.state_digest() == codebook.state_digest()
         assert list(other.exceptions) == list(codebook.exceptions)
         assert other.describe()["exceptions"] == 1
-    assert folded.memory.feedback_ids == told.engine.memory.feedback_ids == ["a", "x"]
+    assert folded.memory.feedback_ids == story.engine.memory.feedback_ids == ["a", "x"]
     assert answer(folded, 1, 0) == 0
 
 
@@ -404,9 +404,9 @@ def test_every_part_of_an_exception_counts_in_the_state_digest() -> None:
 
 
 def test_the_delta_tells_what_was_asked_and_holds_the_prompt() -> None:
-    told = wide()
-    told.except_from("x", (1, 0), "a")
-    delta = decode_delta(told.deltas[-1])
+    story = wide()
+    story.except_from("x", (1, 0), "a")
+    delta = decode_delta(story.deltas[-1])
     assert delta.op == "except"
     assert delta.entries == ()
     (exception,) = delta.exceptions
@@ -417,10 +417,10 @@ def test_the_delta_tells_what_was_asked_and_holds_the_prompt() -> None:
 
 
 def test_a_corrected_prompt_is_no_exception_where_the_log_has_no_wording_of_it() -> None:
-    told = story(worded=True, radius=3.0, check_wording=False)
-    told.correct("a", (0, 0), 1)
-    told.lead(plan_of(radius=3.0))
-    outcome = told.except_from("x", (0, 0), "a")
+    story = new_story(worded=True, radius=3.0, check_wording=False)
+    story.correct("a", (0, 0), 1)
+    story.lead(plan_of(radius=3.0))
+    outcome = story.except_from("x", (0, 0), "a")
     assert outcome.status == "rejected"
     assert "undo it" in str(outcome.reason)
-    assert answer(told.engine, 0, 0) == 1
+    assert answer(story.engine, 0, 0) == 1

@@ -287,7 +287,7 @@ def test_a_real_classifier_keeps_every_edit_of_a_long_random_stream(policy: Lite
 
 
 def test_a_correction_that_an_entry_fulfils_already_is_under_the_guard_too() -> None:
-    """A later edit between the two would otherwise take over the query that a reviewer was told to be right."""
+    """Otherwise a later edit between the two would become nearest for a query whose answer was confirmed."""
     ours = start(radius=2.0)
     assert [ours.correct(place, label) for place, label in (((0, 0), 1), ((1.5, 0), 1))] == ["added", "unchanged"]
     assert len(ours.engine.codebook) == 1
@@ -297,7 +297,7 @@ def test_a_correction_that_an_entry_fulfils_already_is_under_the_guard_too() -> 
     assert len(ours.engine.codebook) == 3
 
 
-class TestInputsThatAreHardlyToldApart:
+class TestInputsNearTheTolerance:
     """In half precision a radius is at least twice the tolerance, here about 1 at a norm of 64."""
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -13,7 +13,7 @@ from gracestream.pipeline.auth.signing import sign
 from gracestream.schemas.deltas import UNSIGNED_STANDING, Role, Standing, decode_delta
 from gracestream.schemas.messages import Feedback, Outcome, encode
 from tests.support.chosen_queries import at
-from tests.support.editing_stories import Story, story
+from tests.support.editing_stories import Story, new_story
 from tests.support.examples import examples
 from tests.support.recorded_history import Recorded
 from tests.support.tiny_models import CODEBOOK
@@ -28,14 +28,14 @@ def allowed(*roles: Role) -> Standing:
 USUAL, OWN, ANY = allowed("propose", "undo_own"), allowed("undo_own"), allowed("undo_any")
 
 
-def correct(told: Story, name: str, place: float, author: str | None, standing: Any = USUAL) -> Outcome:
+def correct(story: Story, name: str, place: float, author: str | None, standing: Any = USUAL) -> Outcome:
     whose: dict[str, Any] = {} if author is None else {"author": author}
-    return told.take(Feedback(v=1, feedback_id=name, inputs=at(place, place), target="1", **whose), standing)
+    return story.take(Feedback(v=1, feedback_id=name, inputs=at(place, place), target="1", **whose), standing)
 
 
-def undo(told: Story, name: str, author: str | None, standing: Any = OWN, **what: Any) -> Outcome:
+def undo(story: Story, name: str, author: str | None, standing: Any = OWN, **what: Any) -> Outcome:
     whose: dict[str, Any] = {} if author is None else {"author": author}
-    return told.take(Feedback(v=1, feedback_id=name, **what, **whose), standing)
+    return story.take(Feedback(v=1, feedback_id=name, **what, **whose), standing)
 
 
 @pytest.mark.parametrize(
@@ -103,43 +103,43 @@ def undo(told: Story, name: str, author: str | None, standing: Any = OWN, **what
     ],
 )
 def test_who_may_take_back_whose(author: str | None, standing: Any, what: dict[str, str], refused: str | None) -> None:
-    told = story()
-    correct(told, "early", 9, "ann", UNSET)
-    correct(told, "a", 0, "ann")
-    correct(told, "nameless", 3, None, UNSIGNED_STANDING)
-    correct(told, "claimed", 6, "carl", UNSIGNED_STANDING)
-    outcome = undo(told, "u", author, standing, **what)
+    story = new_story()
+    correct(story, "early", 9, "ann", UNSET)
+    correct(story, "a", 0, "ann")
+    correct(story, "nameless", 3, None, UNSIGNED_STANDING)
+    correct(story, "claimed", 6, "carl", UNSIGNED_STANDING)
+    outcome = undo(story, "u", author, standing, **what)
     assert (outcome.status == "rejected") == (refused is not None), outcome.reason
     assert (refused or "") in str(outcome.reason)
-    assert len(told.engine.codebook) == (4 if refused else 2 if what == {"undo_author": "ann"} else 3)
+    assert len(story.engine.codebook) == (4 if refused else 2 if what == {"undo_author": "ann"} else 3)
 
 
 def test_a_correction_takes_the_role_propose() -> None:
-    told = story()
-    outcome = correct(told, "a", 0, "ann", allowed("undo_own", "undo_any"))
+    story = new_story()
+    outcome = correct(story, "a", 0, "ann", allowed("undo_own", "undo_any"))
     assert outcome.reason == "author 'ann' may not make corrections without the role 'propose'"
-    assert correct(told, "a", 0, "ann", allowed("propose")).status == "added"
+    assert correct(story, "a", 0, "ann", allowed("propose")).status == "added"
 
 
 def test_an_undo_of_ones_own_undo_does_not_take_back_anew_what_one_may_not() -> None:
     """Bob had the right to take back what Ann sent, gave it up himself, and lost the role."""
-    told = story()
-    correct(told, "a", 0, "ann")
-    undo(told, "u", "bob", ANY, undo="a")
-    undo(told, "v", "bob", OWN, undo="u")
-    outcome = undo(told, "w", "bob", OWN, undo="v")
+    story = new_story()
+    correct(story, "a", 0, "ann")
+    undo(story, "u", "bob", ANY, undo="a")
+    undo(story, "v", "bob", OWN, undo="u")
+    outcome = undo(story, "w", "bob", OWN, undo="v")
     assert outcome.status == "rejected"
     assert "feedback 'a', which would be undone again, is by 'ann', signed, and this undo is by" in str(outcome.reason)
-    assert told.engine.codebook.entry_ids == ["a"]
-    assert undo(told, "x", "bob", ANY, undo="v").status == "undone"
+    assert story.engine.codebook.entry_ids == ["a"]
+    assert undo(story, "x", "bob", ANY, undo="v").status == "undone"
 
 
 def test_what_a_moderator_took_back_its_author_does_not_bring_again() -> None:
-    told = story()
-    correct(told, "a", 0, "ann")
-    undo(told, "u", "bob", ANY, undo="a")
-    assert undo(told, "v", "ann", OWN, undo="u").status == "rejected"
-    assert len(told.engine.codebook) == 0
+    story = new_story()
+    correct(story, "a", 0, "ann")
+    undo(story, "u", "bob", ANY, undo="a")
+    assert undo(story, "v", "ann", OWN, undo="u").status == "rejected"
+    assert len(story.engine.codebook) == 0
 
 
 names = st.sampled_from(["ann", "bob", None])
@@ -154,14 +154,14 @@ steps = st.lists(
 @examples(0.6)
 @given(steps)
 def test_what_is_newly_undone_is_always_the_senders_own(given_steps: list[tuple[str | None, Any, int, str]]) -> None:
-    told = story()
+    story = new_story()
     for number, (author, standing, which, kind) in enumerate(given_steps):
-        memory, name = told.engine.memory, f"f{number}"
+        memory, name = story.engine.memory, f"f{number}"
         before = memory.undone_ids()
         if kind == "correct" or number == 0:
-            correct(told, name, number, author, USUAL if standing is OWN else standing)
+            correct(story, name, number, author, USUAL if standing is OWN else standing)
             continue
-        undo(told, name, author, standing, **{kind: f"f{which}" if kind == "undo" else ("ann", "bob")[which % 2]})
+        undo(story, name, author, standing, **{kind: f"f{which}" if kind == "undo" else ("ann", "bob")[which % 2]})
         if standing is OWN or standing is UNSIGNED_STANDING:
             for gone in memory.undone_ids() - before:
                 assert memory.authors.get(gone) == author

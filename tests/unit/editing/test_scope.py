@@ -35,7 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def story(plan: EditConfig = PLAN, kind: str = "llama", **adaptor: Any) -> Story:
+def new_story(plan: EditConfig = PLAN, kind: str = "llama", **adaptor: Any) -> Story:
     model = editable(kind, chat_template=CHAT if kind == "llama" else None, **({"encoder": encoder()} | adaptor))
     made = Story(EditEngine(model, CODEBOOK, plan))
     made.lead(plan)
@@ -60,7 +60,7 @@ def own_radius(made: Story, text: str) -> float | None:
 
 
 def test_the_radius_is_the_corrections_own_and_no_larger_than_the_plans() -> None:
-    made, bounded = story(), story(replace(PLAN, radius=0.01))
+    made, bounded = new_story(), new_story(replace(PLAN, radius=0.01))
     for one in (made, bounded):
         assert one.take(make_correction("a", ASKED, WORDS[7])).status == "added"
     own = own_radius(made, ASKED)
@@ -84,21 +84,21 @@ def test_the_radius_is_the_corrections_own_and_no_larger_than_the_plans() -> Non
     ids=["off", "paper", "no encoder", "classifier", "no subject", "chat that goes on"],
 )
 def test_else_the_plans_radius_stays(inputs: Inputs, plan: EditConfig, kind: str, adaptor: dict[str, Any]) -> None:
-    made = story(plan, kind, **adaptor)
+    made = new_story(plan, kind, **adaptor)
     for target in ("right", "both") if kind == "bert" else (WORDS[7],):
         made.take(make_correction(f"to {target}", inputs, target))
     assert set(radii(made).values()) == {PLAN.radius}
 
 
 def test_a_chat_has_the_radius_of_its_last_message() -> None:
-    made, of_chat = story(), story()
+    made, of_chat = new_story(), new_story()
     made.take(make_correction("a", ASKED, WORDS[7]))
     of_chat.take(make_correction("a", chat(ASKED, system=OTHER), WORDS[7]))
     assert radii(of_chat)["a"] == pytest.approx(radii(made)["a"], abs=0.02)  # marks differ
 
 
 def test_an_undo_uses_the_recorded_radius_and_computes_none(asked: list[str]) -> None:
-    made = story()
+    made = new_story()
     assert made.take(make_correction("a", ASKED, WORDS[7])).status == "added"
     assert made.take(make_correction("b", ASKED, WORDS[9])).status == "replaced"
     made.take(make_correction("c", OTHER, WORDS[11]))
@@ -107,7 +107,7 @@ def test_an_undo_uses_the_recorded_radius_and_computes_none(asked: list[str]) ->
     assert before["a"] == before["b"]
     made.undo("u", "a")
     assert "b" in decode_delta(made.deltas[-1]).decided
-    alone = story()
+    alone = new_story()
     alone.take(make_correction("b", ASKED, WORDS[9]))
     assert len(asked) == 3
     kept = dict(zip(made.engine.codebook.entry_ids, made.engine.codebook.radii_N.tolist(), strict=True))
@@ -115,7 +115,7 @@ def test_an_undo_uses_the_recorded_radius_and_computes_none(asked: list[str]) ->
 
 
 def test_a_history_trained_anew_is_the_same_with_what_was_recorded(asked: list[str]) -> None:
-    made = story()
+    made = new_story()
     for number, text in enumerate([ASKED, OTHER, *texts(3, seed=5), ASKED]):
         made.take(make_correction(f"f{number}", text, WORDS[7 + number]))
     made.undo("u", "f1")
@@ -134,7 +134,7 @@ def test_a_history_trained_anew_is_the_same_with_what_was_recorded(asked: list[s
 
 
 def test_a_value_trained_ahead_has_its_radius_computed_once(asked: list[str]) -> None:
-    together, alone = story(), story()
+    together, alone = new_story(), new_story()
     waiting = [(make_correction(f"f{number}", text, WORDS[7])) for number, text in enumerate((ASKED, OTHER))]
     ahead = together.engine.draft_values([(one, at) for at, one in enumerate(waiting)])
     assert len(ahead) == 2
@@ -155,7 +155,7 @@ def test_no_other_radius_grows_for_a_correction_beyond_its_own(monkeypatch: pyte
     apart = float((key_D - query_D).norm())
     for own, keys in ((0.6 * apart, ["a", "b"]), (1.1 * apart, ["a"])):
         monkeypatch.setattr("gracestream.pipeline.editing.scope.scope_radius", lambda *_, own=own: own)
-        made = story(replace(PLAN, check_wording=False))
+        made = new_story(replace(PLAN, check_wording=False))
         made.take(make_correction("a", ASKED, WORDS[9]))
         made.take(make_correction("b", OTHER, WORDS[9]))
         assert made.engine.codebook.entry_ids == keys

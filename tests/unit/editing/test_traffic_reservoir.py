@@ -19,7 +19,7 @@ NOISE = 1e-3
 MANY = examples(0.4)
 
 
-def told(traffic: TrafficReservoir, partition: int, offset: int, timestamp: float, *query: float) -> None:
+def offer_and_add(traffic: TrafficReservoir, partition: int, offset: int, timestamp: float, *query: float) -> None:
     rank = traffic.offer(partition, offset, timestamp)
     if rank is not None:
         traffic.add(rank, point(*query), NOISE)
@@ -42,7 +42,7 @@ def test_the_sample_does_not_depend_on_the_order_of_arrival(order: object, capac
     for _ in range(2):
         traffic = TrafficReservoir(capacity, seed)
         for partition, offset, timestamp, place in requests:
-            told(traffic, partition, offset, timestamp, place, 0)
+            offer_and_add(traffic, partition, offset, timestamp, place, 0)
         samples.append((held(traffic), sorted(traffic._scores), traffic.positions))
         order.shuffle(requests)  # type: ignore[attr-defined]
     assert samples[0] == samples[1]
@@ -52,7 +52,7 @@ def test_the_reservoir_is_bounded_and_holds_the_highest_scores() -> None:
     traffic = TrafficReservoir(10, seed=1)
     scores = {offset: reservoir_score(0, offset, 0.0, 1) for offset in range(300)}
     for offset in range(300):
-        told(traffic, 0, offset, 0.0, offset, 0)
+        offer_and_add(traffic, 0, offset, 0.0, offset, 0)
         assert len(traffic) <= 10
     best = sorted(scores, key=lambda offset: scores[offset])[-10:]
     assert held(traffic) == {(float(offset), 0.0) for offset in best}
@@ -61,16 +61,16 @@ def test_the_reservoir_is_bounded_and_holds_the_highest_scores() -> None:
 def test_old_requests_are_forgotten_with_time() -> None:
     traffic = TrafficReservoir(50, seed=0)
     for offset in range(500):
-        told(traffic, 0, offset, 0.0, offset, 0)
+        offer_and_add(traffic, 0, offset, 0.0, offset, 0)
     for offset in range(500, 1000):
-        told(traffic, 0, offset, 20 * DECAY_SECONDS, offset, 0)
+        offer_and_add(traffic, 0, offset, 20 * DECAY_SECONDS, offset, 0)
     assert all(query[0] >= 500 for query in held(traffic))
 
 
 def test_requests_of_one_time_are_sampled_evenly() -> None:
     traffic = TrafficReservoir(200, seed=0)
     for offset in range(2000):
-        told(traffic, offset % 4, offset // 4, 0.0, offset, 0)
+        offer_and_add(traffic, offset % 4, offset // 4, 0.0, offset, 0)
     places = sorted(query[0] for query in held(traffic))
     assert 800 < np.mean(places) < 1200
 
@@ -108,21 +108,21 @@ def test_positions_never_go_back() -> None:
 def test_an_input_that_comes_again_is_held_once() -> None:
     traffic = TrafficReservoir(10, seed=0)
     for offset in range(20):
-        told(traffic, 0, offset, 0.0, 1, NOISE / 40 * offset)
+        offer_and_add(traffic, 0, offset, 0.0, 1, NOISE / 40 * offset)
     assert len(traffic) == 1
 
 
 def test_a_query_that_is_not_finite_is_not_held() -> None:
     traffic = TrafficReservoir(10, seed=0)
-    told(traffic, 0, 0, 0.0, np.nan, 0)
-    told(traffic, 0, 1, 0.0, np.inf, 0)
+    offer_and_add(traffic, 0, 0, 0.0, np.nan, 0)
+    offer_and_add(traffic, 0, 1, 0.0, np.inf, 0)
     assert len(traffic) == 0
 
 
 def test_clearance_is_the_distance_to_the_nearest_other_input() -> None:
     traffic = TrafficReservoir(10, seed=0)
     for offset, place in enumerate((0.0, 3.0, 5.0)):
-        told(traffic, 0, offset, 0.0, place, 0)
+        offer_and_add(traffic, 0, offset, 0.0, place, 0)
     assert traffic.nearest_distance(point(1, 0), NOISE) == 1.0
     assert traffic.nearest_distance(point(0, NOISE / 2), NOISE) == pytest.approx(3.0)
     assert traffic.nearest_distance(point(0, 0), NOISE, excluded_D=point(3, 0)) == 5.0
@@ -131,7 +131,7 @@ def test_clearance_is_the_distance_to_the_nearest_other_input() -> None:
 def test_a_flagged_input_is_forgotten() -> None:
     traffic = TrafficReservoir(10, seed=0)
     for offset, place in enumerate((0.0, 3.0)):
-        told(traffic, 0, offset, 0.0, place, 0)
+        offer_and_add(traffic, 0, offset, 0.0, place, 0)
     traffic.remove(point(3, NOISE / 2), NOISE)
     assert held(traffic) == {(0.0, 0.0)}
     traffic.remove(point(1, 0), NOISE)
@@ -141,12 +141,12 @@ def test_a_flagged_input_is_forgotten() -> None:
 def test_the_unit_is_the_median_nearest_distance_once_there_is_enough() -> None:
     traffic = TrafficReservoir(100, seed=0)
     for offset in range(MIN_SAMPLE - 1):
-        told(traffic, 0, offset, 0.0, 2 * offset, 0)
+        offer_and_add(traffic, 0, offset, 0.0, 2 * offset, 0)
     assert traffic.median_distance() is None
-    told(traffic, 0, MIN_SAMPLE, 0.0, 2 * MIN_SAMPLE, 0)
+    offer_and_add(traffic, 0, MIN_SAMPLE, 0.0, 2 * MIN_SAMPLE, 0)
     assert traffic.median_distance() == 2.0
     for place in range(MIN_SAMPLE):
-        told(traffic, 1, place, 0.0, 2 * place, 0.5)
+        offer_and_add(traffic, 1, place, 0.0, 2 * place, 0.5)
     assert traffic.median_distance() == 0.5
 
 

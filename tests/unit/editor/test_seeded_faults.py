@@ -34,7 +34,7 @@ REQUESTS = {"fence", "add partition", "write", "send offsets", "commit"}
 
 @pytest.fixture(scope="module")
 def struck() -> Counter[tuple[str, str]]:
-    """What befell editors in all stories told so far, and at which operation; the seeds are counted under `told`."""
+    """Counts the faults of editors in all stories so far by kind and operation, and the seeds under `seeds`."""
     return Counter()
 
 
@@ -49,8 +49,8 @@ def quiet() -> Iterator[None]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The seeds of the parts that this run has, a portion for each test."""
     if "seeds" in metafunc.fixturenames:
-        told = [seed for part in parts(metafunc.config) for seed in range(part, SEEDS, PARTS)]
-        portions = [told[start : start + AT_ONCE] for start in range(0, len(told), AT_ONCE)]
+        seeds = [seed for part in parts(metafunc.config) for seed in range(part, SEEDS, PARTS)]
+        portions = [seeds[start : start + AT_ONCE] for start in range(0, len(seeds), AT_ONCE)]
         metafunc.parametrize("seeds", portions, ids=[f"from-{portion[0]}-by-{PARTS}" for portion in portions])
 
 
@@ -71,7 +71,7 @@ def test_whatever_happens_each_feedback_record_is_done_once_and_all_agree(
         assert not story.kafka.unplaced, (seed, story.happened)
         assert not story.kafka.torn, (seed, story.happened)
         struck.update((kind, operation) for _, kind, operation in story.happened)
-        struck["", "told"] += 1
+        struck["", "seeds"] += 1
         struck["", "trained together"] += any(map(trained_together, left.deltas))
         struck["", "saw traffic"] += any(len(process.engine.reservoir) for process in story.processes)
 
@@ -82,8 +82,8 @@ def trained_together(record: Any) -> bool:
 
 
 def test_the_stories_spare_no_step(struck: Counter[tuple[str, str]]) -> None:
-    if struck["", "told"] < SEEDS:
-        pytest.skip("one process told only a part of the stories; `make chaos` tells all of them")
+    if struck["", "seeds"] < SEEDS:
+        pytest.skip("one process runs only a part of the stories; `make chaos` runs all of them")
     wanted = {(kind, operation) for kind in ("kill", "fail") for operation in OPERATIONS}
     wanted |= {(passage, operation) for passage in PASSAGES for operation in REQUESTS}
     assert wanted - {what for what, times in struck.items() if times > 2} == set()

@@ -80,8 +80,8 @@ def test_perplexity_is_of_the_sentence_and_not_of_its_end() -> None:
         (logits_LC,) = model.task.logits(supervised)
     (label_L,) = supervised.labels
     assert int(label_L[-1]) == model.task.tokenizer.eos_token_id
-    told_L = logits_LC.log_softmax(dim=1).gather(1, label_L[:, None])[:-1, 0]
-    assert score.value == pytest.approx(math.exp(-float(told_L.mean())), rel=1e-4)
+    target_L = logits_LC.log_softmax(dim=1).gather(1, label_L[:, None])[:-1, 0]
+    assert score.value == pytest.approx(math.exp(-float(target_L.mean())), rel=1e-4)
 
 
 def test_what_did_not_change_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

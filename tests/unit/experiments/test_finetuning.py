@@ -70,11 +70,11 @@ def test_fisher_information_is_of_answers_as_the_model_gives_them() -> None:
     model = editable("bert")
     with ElasticWeights(model, TEXTS[:1] * MAX_FISHER_TEXTS) as editor:
         shares_C = model.task.logits(model.task.make_target_pass(TEXTS[0], (0,)))[0][0].softmax(dim=0)
-        told = [model.task.make_target_pass(TEXTS[0], (label,)) for label in range(len(shares_C))]
+        passes = [model.task.make_target_pass(TEXTS[0], (label,)) for label in range(len(shares_C))]
         squares = []
         for weight in editor.weights:
             weight.requires_grad_(True)
-        for supervised in told:
+        for supervised in passes:
             with torch.enable_grad():
                 loss = torch.nn.functional.cross_entropy(model.task.logits(supervised)[0], supervised.labels[0])
                 slopes = torch.autograd.grad(loss, editor.weights)

@@ -41,15 +41,15 @@ def test_a_correction_that_is_told_to_hold_holds(
     model = editable(kind)
     before = {key: value.clone() for key, value in model.module.state_dict().items()}
     editor, evaluation = make(model), Evaluator(model, "accuracy")
-    told = []
+    statuses = []
     for number, example in enumerate(examples_of(kind, TEXTS[:6])):
         (was,) = evaluation.score(editor, [example])
         made = editor.edit(number, example)
         assert (made.status == "unchanged") == was.exact
         (score,) = evaluation.score(editor, [example])
         assert score.exact == (made.status != "failed")
-        told.append(made.status)
-    assert "added" in told
+        statuses.append(made.status)
+    assert "added" in statuses
     assert all(torch.equal(value, before[key]) for key, value in model.module.state_dict().items())
 
 

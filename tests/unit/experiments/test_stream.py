@@ -52,8 +52,8 @@ def test_points_tell_how_it_was_before_on_the_way_and_after() -> None:
     assert half.seconds > 0
 
 
-class Told:
-    """An editor that does nothing, and says what it is told to say."""
+class GivenResults:
+    """An editor that changes nothing and returns the given results."""
 
     num_entries = 2
 
@@ -76,10 +76,10 @@ class Told:
 def test_edits_are_what_was_needed_whether_it_succeeded_or_not(failed: str) -> None:
     model = editable("bert")
     examples = [edit.example for edit in task(9).edits]
-    scores = [one.exact for one in Evaluator(model, "accuracy").score(Told(), examples)]
+    scores = [one.exact for one in Evaluator(model, "accuracy").score(GivenResults(), examples)]
     right, wrong = (examples[scores.index(which)] for which in (True, False))
     given = replace(task(), edits=[Edit(right), Edit(wrong), Edit(wrong)])
-    *_, after = EditStream(given, Told("unchanged", failed, "added"), Evaluator(model, "accuracy")).run([3])
+    *_, after = EditStream(given, GivenResults("unchanged", failed, "added"), Evaluator(model, "accuracy")).run([3])
     assert (after.corrections, after.edits, after.failed, after.edits_per_entry) == (3, 2, 1, 0.5)
     assert after.seconds == (10 + 100) / 2
     assert after.es.value == 0, "what the model said right was no edit"
@@ -90,7 +90,7 @@ def test_accuracy_is_retained_of_what_was_right_before() -> None:
     model = editable("bert")
     names = [Example(text, name) for text in TEXTS[10:14] for name in NAMES]
     first, *_, last = stream(PLAN, replace(task(), accurate=names)).run([6])
-    assert sum(score.exact for score in Evaluator(model, "accuracy").score(Told(), names)) in range(1, 5)
+    assert sum(score.exact for score in Evaluator(model, "accuracy").score(GivenResults(), names)) in range(1, 5)
     assert (first.arr.value, last.arr.value) == (1, 1)
     wrong = next(edit for edit in task().edits if edit.example.target == "both")
     *_, spoilt = stream(replace(PLAN, radius=100.0), replace(task(), edits=[wrong], accurate=names)).run([1])

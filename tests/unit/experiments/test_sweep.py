@@ -1,4 +1,4 @@
-"""Grids, and what is told of the runs that they make."""
+"""Grids of settings, and the report of their runs."""
 
 import json
 import math

@@ -150,11 +150,11 @@ def test_text_from_the_web_is_cut_between_words(folder: Path) -> None:
 
 
 def test_what_has_no_target_is_not_edited_and_what_is_edited_is_not_unrelated(folder: Path) -> None:
-    told = [
+    rows = [
         {"prompt": prompt, "target_new": target, "rephrase_prompt": "r", "subject": "s", "locality_prompt": other}
         for prompt, target, other in (("A is", "b", "C is"), ("C is", "d", "E is"), ("F is", " ", "E is"))
     ]
-    write(folder, "counterfact_val_1919.jsonl.gz", told)
+    write(folder, "counterfact_val_1919.jsonl.gz", rows)
     task = TASKS["counterfact"]()
     assert [edit.example.inputs for edit in task.edits] == ["A is", "C is"]
     assert task.unrelated == ["E is"]

@@ -137,9 +137,9 @@ def test_a_term_is_decided_with_as_many_threads_as_its_editor_had() -> None:
 
 
 def test_the_plan_of_a_term_is_read_back_from_its_lead_delta(history: Recorded) -> None:
-    told = delta_at(history, 1).environment
-    assert told is not UNSET
-    assert edit_config_from_lead(told) == PLAN
+    environment = delta_at(history, 1).environment
+    assert environment is not UNSET
+    assert edit_config_from_lead(environment) == PLAN
     assert edit_config_from_lead({}) == replace(EditConfig(), train_prompt_forms=False, check_wording=False), (
         "it is of an editor that had neither"
     )

@@ -176,7 +176,7 @@ def test_it_is_decided_with_the_traffic_of_its_time() -> None:
 
 
 def test_it_is_decided_with_the_initial_radius_of_its_time() -> None:
-    """As a median over requests was then; the entry is out of reach of that, but not of the one that is told here."""
+    """The decision's record has its radius, 0.5. With the 9.0 of the altered `lead` delta it would be an expansion."""
     history = Recorded()
     history.correct("a", (0, 0), 1)
     history.lead(replace(HOPELESS, radius=0.5), **said_of(history, replace(HOPELESS, radius=9.0)))

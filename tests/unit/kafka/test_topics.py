@@ -36,8 +36,10 @@ def test_its_partitions_are_the_published_ones(topic: Topic) -> None:
 @by_topic
 def test_its_configuration_is_the_published_one(topic: Topic) -> None:
     published = channel(topic)["bindings"]["kafka"]["topicConfiguration"]
-    told = {option: ",".join(value) if isinstance(value, list) else str(value) for option, value in published.items()}
-    assert told == topic.required_config
+    configured = {
+        option: ",".join(value) if isinstance(value, list) else str(value) for option, value in published.items()
+    }
+    assert configured == topic.required_config
 
 
 @pytest.mark.parametrize("name", ["feedback", "edits", "deltas"])

@@ -1,4 +1,4 @@
-"""The wait for Kafka at start: what is told of it and how often, and what is not waited for."""
+"""The wait for Kafka at start: what is reported how often, and which errors end it at once."""
 
 import itertools
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Clock:
         self.now += seconds
 
 
-def told(monkeypatch: pytest.MonkeyPatch, reasons: Iterator[str]) -> list[str]:
+def printed_lines(monkeypatch: pytest.MonkeyPatch, reasons: Iterator[str]) -> list[str]:
     """The lines of a wait of 12 s, in each second of which Kafka fails for the next reason."""
 
     def ask(*_: object) -> None:
@@ -40,7 +40,7 @@ def told(monkeypatch: pytest.MonkeyPatch, reasons: Iterator[str]) -> list[str]:
 
 
 def test_the_same_is_told_at_once_and_then_every_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = told(monkeypatch, itertools.repeat("gone"))
+    lines = printed_lines(monkeypatch, itertools.repeat("gone"))
     assert [line.partition(" (")[0] for line in lines] == [
         f"waiting for Kafka at broker:9092, {left} s more" for left in (12, 7, 2)
     ]
@@ -48,7 +48,7 @@ def test_the_same_is_told_at_once_and_then_every_five_seconds(monkeypatch: pytes
 
 
 def test_another_reason_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = told(monkeypatch, itertools.chain(["gone", "gone"], itertools.repeat("no leader")))
+    lines = printed_lines(monkeypatch, itertools.chain(["gone", "gone"], itertools.repeat("no leader")))
     assert [line.split(", ")[1].partition(" s")[0] for line in lines] == ["12", "10", "5"]
     assert ["no leader" in line for line in lines] == [False, True, True]
 

@@ -206,11 +206,11 @@ def test_a_folder_that_is_model_and_encoder_has_a_fingerprint_of_each(tmp_path: 
     model = editable("bert")
     for saved in (model.module, model.task.tokenizer):
         saved.save_pretrained(tmp_path / "both")
-    folder, told = str(tmp_path / "both"), []
+    folder, fingerprints = str(tmp_path / "both"), []
     for cache in (tmp_path / "cache", None):
         SentenceEncoder.load(folder, device="cpu", cache=cache)
-        told.append(EditableModel.load(folder, model.layer, device="cpu", cache=cache).fingerprint)
-    assert told[0] == told[1]
+        fingerprints.append(EditableModel.load(folder, model.layer, device="cpu", cache=cache).fingerprint)
+    assert fingerprints[0] == fingerprints[1]
 
 
 @pytest.mark.parametrize(
@@ -245,10 +245,10 @@ def test_what_sentence_transformers_say_of_an_encoder_is_heeded(
         with pytest.raises(ModelError, match=match):
             SentenceEncoder.load(str(tmp_path), device="cpu")
         return
-    told = SentenceEncoder.load(str(tmp_path), device="cpu")
+    encoder = SentenceEncoder.load(str(tmp_path), device="cpu")
     text = " ".join(WORDS[:20])
-    assert torch.allclose(told.embed([text])[0], plain.embed([text])[0], atol=1e-3) is ("Pooling" in file)
-    assert (told.fingerprint == plain.fingerprint) is ("Pooling" in file)
+    assert torch.allclose(encoder.embed([text])[0], plain.embed([text])[0], atol=1e-3) is ("Pooling" in file)
+    assert (encoder.fingerprint == plain.fingerprint) is ("Pooling" in file)
 
 
 def test_an_encoder_without_its_tokenizer_is_refused(tmp_path: Path) -> None:

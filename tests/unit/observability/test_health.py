@@ -109,8 +109,8 @@ def test_each_kind_of_worker_shows_its_own_metrics_and_the_shared_ones(
 @pytest.mark.parametrize("series", ['feedback_total{status="rejected"}', 'requests_total{outcome="ok"}'])
 def test_a_count_is_there_before_the_first_that_it_counts(series: str) -> None:
     """What Prometheus calls an increase begins with the second value that it sees."""
-    told = metrics.render_metrics(metrics.REPLICA_REGISTRY, metrics.EDITOR_REGISTRY).decode().splitlines()
-    assert any(line.startswith(f"gracestream_{series} ") for line in told)
+    lines = metrics.render_metrics(metrics.REPLICA_REGISTRY, metrics.EDITOR_REGISTRY).decode().splitlines()
+    assert any(line.startswith(f"gracestream_{series} ") for line in lines)
 
 
 def test_an_address_may_be_one_of_ipv6(health: Health) -> None:

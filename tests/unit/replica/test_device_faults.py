@@ -1,4 +1,4 @@
-"""A fault of the device is told from a fault of one input: only the second becomes an answer."""
+"""A fault of the device is distinguished from a fault of one input: only the second becomes an answer."""
 
 import os
 from collections.abc import Iterator

@@ -66,5 +66,5 @@ def test_an_edit_is_made_and_served_without_faiss_kafka_or_redis() -> None:
 
 def test_the_tests_for_gpus_start_with_pytest_alone() -> None:
     """Where there is no GPU they are skipped, once they are imported."""
-    told = run(GPU_TESTS)
-    assert "passed" in told or "skipped" in told
+    printed = run(GPU_TESTS)
+    assert "passed" in printed or "skipped" in printed

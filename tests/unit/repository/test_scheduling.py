@@ -55,5 +55,5 @@ def test_without_git_the_day_chooses_the_part(tmp_path: Path, monkeypatch: pytes
 
 def test_the_report_says_how_to_run_the_same_part_again() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "--part", "7"]
-    told = subprocess.run([*command, "tests/unit/wording"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert re.search("^long runs: part 7 of 10; --part 7 runs it again$", told.stdout, re.MULTILINE), told
+    ran = subprocess.run([*command, "tests/unit/wording"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert re.search("^long runs: part 7 of 10; --part 7 runs it again$", ran.stdout, re.MULTILINE), ran

@@ -165,10 +165,10 @@ def test_where_more_are_left_than_are_wanted_they_are_not_told() -> None:
     radii_N = np.full(len(keys_ND), 100, np.float32)
     queries_BD = np.stack([keys_ND[0], keys_ND[0] + 1000])
     far = BoundQuery(np.zeros(2, np.float32))
-    told = codes_of(keys_ND, radii_N).find_survivors(queries_BD, far, len(keys_ND), 4999)
-    assert told[0] is None
-    assert told[1] is not None
-    assert told[1].tolist() == []
+    survivors = codes_of(keys_ND, radii_N).find_survivors(queries_BD, far, len(keys_ND), 4999)
+    assert survivors[0] is None
+    assert survivors[1] is not None
+    assert survivors[1].tolist() == []
 
 
 def test_a_processor_without_products_of_bytes_leaves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_values_that_are_not_found_have_the_most_frequent_reason() -> None:
     assert "a value reaches 1 of the target's 3 tokens" in finding
 
 
-def test_an_edit_that_its_own_radius_misses_is_told_apart_from_one_without_a_value() -> None:
+def test_an_edit_outside_its_own_radius_is_distinguished_from_one_without_a_value() -> None:
     (finding,) = advise([like(edited=Share(0, 12))], 0.05, 1).findings
     assert "outside every radius" in finding
 

@@ -168,14 +168,14 @@ def test_an_encoders_queries_have_candidates_of_their_own() -> None:
 
 
 def test_each_layer_is_trained_once_and_every_step_is_told() -> None:
-    told: list[str] = []
+    reports: list[str] = []
     layers = ["model.layers.1.mlp.down_proj", "model.layers.1.self_attn.o_proj"]
     made = rig("llama", layers=layers)
     choices = [absolute("last", NOTHING), absolute("mean", NOTHING), absolute(ENCODER_QUERY, NOTHING)]
-    measuring = made.measuring(on_step=told.append)
+    measuring = made.measuring(on_step=reports.append)
     found = list(measuring.measure(choices))
     assert [(one.layer, one.query) for one in found] == [(layer, kind) for layer in layers for kind in ("last", "mean")]
-    assert len(told) == measuring.count_steps(choices) == 2 * (4 + 2)
+    assert len(reports) == measuring.count_steps(choices) == 2 * (4 + 2)
 
 
 def ending_after(asked: int) -> Callable[[], bool]:

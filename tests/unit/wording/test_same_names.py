@@ -34,9 +34,9 @@ steps = st.lists(st.tuples(st.sampled_from("abcd"), st.none() | requests), max_s
 
 
 @given(steps, requests)
-def test_a_search_finds_what_a_look_at_all_wordings_finds(told: list[tuple[str, str | None]], asked: str) -> None:
+def test_a_search_finds_what_a_look_at_all_wordings_finds(wordings: list[tuple[str, str | None]], asked: str) -> None:
     known, held = SameNamesIndex(), dict[str, str]()
-    for entry_id, wording in told:
+    for entry_id, wording in wordings:
         held.pop(entry_id, None)
         if wording is None:
             known.remove(entry_id)

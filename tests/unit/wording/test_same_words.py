@@ -108,9 +108,11 @@ steps = st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.lists(request
 
 
 @given(steps, requests)
-def test_a_search_finds_what_a_look_at_all_wordings_finds(told: list[tuple[str, list[str] | None]], asked: str) -> None:
+def test_a_search_finds_what_a_look_at_all_wordings_finds(
+    added_wordings: list[tuple[str, list[str] | None]], asked: str
+) -> None:
     known, held = SameWordsIndex(), dict[str, list[str]]()
-    for name, wordings in told:
+    for name, wordings in added_wordings:
         held.pop(name, None)
         if wordings is None:
             known.remove(name)
