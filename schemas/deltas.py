@@ -17,7 +17,7 @@ from typing import Annotated, Literal, Self, get_args
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from gracestream.schemas.messages import InvalidMessage, Message, TruncatedBytes, Version, check_version, to_one_line
 
@@ -101,7 +101,7 @@ class EntryChange(Struct, frozen=True, kw_only=True, omit_defaults=True):
     removed: bool = False
 
 
-class Seen(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DecisionContext(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The decision context: the inputs of a decision beside the feedback record.
 
     With it the decision can be repeated without the unflagged traffic of that time. `radius` is the initial radius
@@ -188,7 +188,7 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     query: Tensor | UnsetType = UNSET
     wording: Wording = ""
     supersedes: tuple[str, ...] = ()
-    seen: Seen | UnsetType = UNSET
+    context: DecisionContext | UnsetType = field(name="seen", default=UNSET)
     traffic: dict[str, int] | UnsetType = UNSET
     undoes: tuple[str, ...] = ()
     together: tuple[int, ...] = ()
@@ -249,7 +249,7 @@ class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     op: Op
     entries: tuple[EntryChange, ...] = ()
     edits: tuple[EditChange, ...] = ()
-    decided: dict[str, Seen] = {}
+    decided: dict[str, DecisionContext] = {}
     exceptions: tuple[ExceptionChange, ...] = ()
     cause: Cause | UnsetType = UNSET
     environment: dict[str, str] | UnsetType = UNSET

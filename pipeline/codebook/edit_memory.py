@@ -21,7 +21,7 @@ from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.search import PointSet, exact_distance
 from gracestream.pipeline.wording import SameWordsIndex, limits_radius
-from gracestream.schemas.deltas import Cause, Delta, Seen
+from gracestream.schemas.deltas import Cause, DecisionContext, Delta
 
 UNEDITED_MODEL = ""
 """Stands in place of an entry id: the unedited model serves the edit, so it needs no entry."""
@@ -55,7 +55,7 @@ class EditMemory:
         """The ids that each undo takes back, by the undo's id, in the order of the undos."""
         self.rephrase_owners: dict[str, str] = {}
         """The id of the correction, by the name of each rephrase's key, in force or not."""
-        self.replay_contexts: dict[str, Seen] = {}
+        self.replay_contexts: dict[str, DecisionContext] = {}
         """The recorded inputs of decisions that an undo repeated, by feedback id."""
         self._wordings: dict[str, str] = {}
         """The wording of each edit's prompt, by feedback id; edits without a wording are absent."""
@@ -190,7 +190,7 @@ class EditMemory:
             else:
                 self._upsert(feedback_id, edit.query.array(), entry_id, codebook, edit.wording)
 
-    def remember_contexts(self, contexts: Mapping[str, Seen]) -> None:
+    def remember_contexts(self, contexts: Mapping[str, DecisionContext]) -> None:
         """Store the recorded inputs of repeated decisions, merged with those of earlier undos."""
         for feedback_id, context in contexts.items():
             earlier = self.replay_contexts.get(feedback_id)
@@ -331,6 +331,6 @@ def _arguments_at_key(entry_id: str, codebook: Codebook) -> tuple[np.ndarray, st
     return codebook.keys_ND[slot], entry_id, codebook, codebook.wordings[slot]
 
 
-def merge_contexts(first: Seen, later: Seen) -> Seen:
+def merge_contexts(first: DecisionContext, later: DecisionContext) -> DecisionContext:
     """The recorded inputs of a decision: those of its first run, and further distances recorded in a later run."""
-    return Seen(radius=first.radius, clearance=later.clearance | first.clearance)
+    return DecisionContext(radius=first.radius, clearance=later.clearance | first.clearance)

@@ -11,10 +11,10 @@ import torch
 from msgspec import UnsetType
 
 from gracestream.pipeline.codebook import Hit, Label, MaintenancePolicy
-from gracestream.pipeline.editing.context import DecisionContext
+from gracestream.pipeline.editing.context import ContextRecorder
 from gracestream.pipeline.editing.value_training import TrainedValue
 from gracestream.pipeline.model import SuffixPass, TargetCheck, TargetPass
-from gracestream.schemas.deltas import Seen, Standing
+from gracestream.schemas.deltas import DecisionContext, Standing
 from gracestream.schemas.messages import Feedback
 
 MAX_LENGTH_RATIO = 1.25
@@ -40,7 +40,7 @@ class ReplayContext:
         value_V: The recorded value; None: train a value if one is needed.
     """
 
-    recorded: Seen
+    recorded: DecisionContext
     query_D: np.ndarray | None = None
     value_V: np.ndarray | None = None
     rephrase_queries_RD: tuple[np.ndarray | None, ...] = ()
@@ -111,7 +111,7 @@ class EditCandidate:
         inspection: The facts from the model.
         query_D: The query; in a repeated decision the recorded one.
         policy: The maintenance policy, with the radii and the tolerance of this correction.
-        context: The distances to traffic that the decision reads, and a record of them.
+        context_recorder: Computes the traffic distances of the decision, and records them.
         nearest_slot: The slot of the nearest key; NO_SLOT if the codebook is empty.
         nearest_distance: The distance from the query to that key.
         given_value_V: In a repeated decision, the recorded value to reuse.
@@ -125,7 +125,7 @@ class EditCandidate:
     inspection: Inspection
     query_D: np.ndarray
     policy: MaintenancePolicy
-    context: DecisionContext
+    context_recorder: ContextRecorder
     nearest_slot: int
     nearest_distance: float
     given_value_V: np.ndarray | None

@@ -1,14 +1,14 @@
-"""The decision context: what a decision reads beside the log, and the record of it.
+"""Records the decision context: what a decision reads beside the log.
 
 A decision follows from keys, radii, labels and its query, all of which the log holds. Beside these it reads the initial
 radius, distances to unflagged traffic, and the entry with which training starts. The traffic sample cannot be rebuilt
-once the requests have expired. So a delta records these inputs as `Seen` (docs/explanation/method.md), and an undo or a
+once the requests have expired. So a delta records these inputs (docs/explanation/method.md), and an undo or a
 reproduction can repeat the decision.
 
 1. When a decision is repeated, recorded distances are reused.
 2. Distances that were not recorded are computed from the current traffic sample, and recorded in turn.
 
-Not promised: that a decision repeated under other circumstances sees the traffic of its time (rule 2).
+Not promised: that a decision repeated under other circumstances gets the traffic of its time (rule 2).
 """
 
 import math
@@ -19,11 +19,11 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from gracestream.pipeline.editing.traffic_reservoir import TrafficReservoir
-from gracestream.schemas.deltas import Seen
+from gracestream.schemas.deltas import DecisionContext
 
 
-class DecisionContext:
-    """The traffic distances of one decision.
+class ContextRecorder:
+    """Computes the traffic distances of one decision, and records them.
 
     Args:
         reservoir: The current traffic sample.
@@ -36,7 +36,7 @@ class DecisionContext:
         self,
         reservoir: TrafficReservoir,
         initial_radius: Callable[[], float],
-        recorded: Seen | None = None,
+        recorded: DecisionContext | None = None,
         ignored_share: float = 0.0,
     ) -> None:
         self._reservoir, self._recorded, self._ignored_share = reservoir, recorded, ignored_share
@@ -66,12 +66,12 @@ class DecisionContext:
         recorded_distance = self._traffic_distances[name]
         return math.inf if recorded_distance is None else recorded_distance
 
-    def record(self, nearest: str | None, distance: float) -> Seen:
+    def record(self, nearest: str | None, distance: float) -> DecisionContext:
         """The whole context, for the delta: all distances read, the starting entry, and the nearest entry if any."""
-        seen = Seen(radius=self.initial_radius, clearance=self._traffic_distances, start=self.start_entry)
-        return seen if nearest is None else msgspec.structs.replace(seen, nearest=nearest, distance=distance)
+        context = DecisionContext(radius=self.initial_radius, clearance=self._traffic_distances, start=self.start_entry)
+        return context if nearest is None else msgspec.structs.replace(context, nearest=nearest, distance=distance)
 
-    def record_for_status(self, *names: str) -> Seen:
+    def record_for_status(self, *names: str) -> DecisionContext:
         """The part that can change the status of an outcome: the initial radius, and the distances of these keys."""
         distances = {name: self._traffic_distances[name] for name in names if name in self._traffic_distances}
-        return Seen(radius=self.initial_radius, clearance=distances)
+        return DecisionContext(radius=self.initial_radius, clearance=distances)

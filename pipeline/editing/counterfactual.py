@@ -47,7 +47,7 @@ from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.exceptions import build_exception
 from gracestream.pipeline.editing.value_search import warm_start_entry
 from gracestream.pipeline.errors import HistoryError, UserError
-from gracestream.schemas.deltas import Cause, Delta, EditChange, EntryChange, ExceptionChange, Seen, Tensor
+from gracestream.schemas.deltas import Cause, DecisionContext, Delta, EditChange, EntryChange, ExceptionChange, Tensor
 from gracestream.schemas.messages import Feedback
 
 
@@ -91,7 +91,7 @@ class CounterfactualReplay:
     ) -> None:
         self.failed: list[str] = []
         """Corrections that cannot be repeated, each with the reason."""
-        self.redecided: dict[str, Seen] = {}
+        self.redecided: dict[str, DecisionContext] = {}
         """The contexts of repeated decisions, by feedback id; the `undo` delta records them."""
         self._engine, self._removed_ids, self._history = engine, frozenset(removed_ids), history
         self._divergence_offset = _find_divergence_offset(engine.memory, self._removed_ids)
@@ -210,7 +210,7 @@ class CounterfactualReplay:
             raise MissingFeedbackError(
                 f"delta {delta.seq} depends on feedback at offset {cause.offset}, which is no longer there"
             )
-        context = cause.seen if cause.seen is not UNSET else Seen(radius=engine.initial_radius())
+        context = cause.context if cause.context is not UNSET else DecisionContext(radius=engine.initial_radius())
         query_D, trained = _decision_query(delta, self._actual.codebook), _trained_change(delta)
         value_V = None
         if trained is not None and trained.value is not UNSET and trained.label is not UNSET:
@@ -230,8 +230,8 @@ class CounterfactualReplay:
         applied = engine.apply(result.delta_record)
         assert applied is not None
         assert applied.delta.cause is not UNSET
-        if applied.delta.cause.seen is not UNSET:
-            self.redecided[cause.feedback_id] = applied.delta.cause.seen
+        if applied.delta.cause.context is not UNSET:
+            self.redecided[cause.feedback_id] = applied.delta.cause.context
         return _touched_names(applied.delta)
 
     def _decision_unaffected(self, engine: EditEngine, delta: Delta, cause: Cause) -> bool:
@@ -244,7 +244,7 @@ class CounterfactualReplay:
         3. the entries nearest to the queries, and those that serve them, if no nearer entry exists now,
         4. the edits that new and changed entries shadow, and the inputs that bound their radii.
         """
-        context, divergence = cause.seen, self._divergence
+        context, divergence = cause.context, self._divergence
         if context is UNSET:
             return False  # an older editor recorded no context
         changed = {change.entry_id for change in delta.entries}
@@ -315,7 +315,9 @@ class CounterfactualReplay:
                 reach += distance + max(distance, radius) / MAX_TRAFFIC_FRACTION
         return not any(divergence.edit_within(key_D, reach, slack) for key_D in (*keys, query_D))
 
-    def _same_start_entry(self, engine: EditEngine, delta: Delta, recorded: Seen, query_D: np.ndarray) -> bool:
+    def _same_start_entry(
+        self, engine: EditEngine, delta: Delta, recorded: DecisionContext, query_D: np.ndarray
+    ) -> bool:
         """Whether training would start from the same entry in both histories; true for a decision without training."""
         trained = _trained_change(delta)
         if engine.config.value_init != "label" or trained is None or trained.label is UNSET:

@@ -237,7 +237,7 @@ def _build_with_cause(
         wording="" if own_key else candidate.inspection.wording,
         supersedes=tuple(dict.fromkeys([*supersedes, *placement.supersedes])),
         together=() if candidate.draft is None or op == "expand" else candidate.draft.trained_with,
-        seen=candidate.context.record(nearest_id, candidate.nearest_distance),
+        context=candidate.context_recorder.record(nearest_id, candidate.nearest_distance),
         traffic={str(partition): end for partition, end in sorted(workspace.reservoir.positions.items())} or UNSET,
         standing=candidate.standing,
         rephrases=tuple(placement.keys),

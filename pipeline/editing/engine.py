@@ -41,7 +41,7 @@ from gracestream.pipeline.codebook import (
     serving_hit,
 )
 from gracestream.pipeline.editing.candidate import DraftValue, EditCandidate, Inspection, ReplayContext, group_by_length
-from gracestream.pipeline.editing.context import DecisionContext
+from gracestream.pipeline.editing.context import ContextRecorder
 from gracestream.pipeline.editing.delta_builder import build_confirmation, build_correction, next_delta
 from gracestream.pipeline.editing.rephrases import (
     RephraseCandidate,
@@ -131,7 +131,7 @@ class EditEngine(EditWorkspace):
             return result
         # Without a delta nothing else records the context, so the outcome must carry the inputs of its status.
         nearest_id = [] if candidate.nearest_slot == NO_SLOT else [self.codebook.entry_ids[candidate.nearest_slot]]
-        return replace(result, context=candidate.context.record_for_status(*nearest_id))
+        return replace(result, context=candidate.context_recorder.record_for_status(*nearest_id))
 
     def draft_values(
         self, corrections: Sequence[tuple[Feedback, int]], heartbeat: Callable[[], object] = lambda: None
@@ -213,7 +213,7 @@ class EditEngine(EditWorkspace):
             return rejected_result(feedback, "the model's activations on this input are not finite")
         if (known_id_result := self._resolve_known_id(feedback, inspection.target_check, query_D)) is not None:
             return known_id_result
-        context = DecisionContext(
+        context_recorder = ContextRecorder(
             self.reservoir,
             partial(self.initial_radius_for, feedback.inputs, query_D),
             None if replay_context is None else replay_context.recorded,
@@ -221,7 +221,9 @@ class EditEngine(EditWorkspace):
         )
         # A scope radius says how far the correction's meaning extends. So no other entry grows beyond it for this one.
         max_radius = (
-            min(self.config.max_radius, context.initial_radius) if self.uses_scope_radius() else self.config.max_radius
+            min(self.config.max_radius, context_recorder.initial_radius)
+            if self.uses_scope_radius()
+            else self.config.max_radius
         )
         nearest = self.index.nearest(torch.from_numpy(query_D)[None])
         return EditCandidate(
@@ -230,9 +232,13 @@ class EditEngine(EditWorkspace):
             inspection=inspection,
             query_D=query_D,
             policy=MaintenancePolicy(
-                self.config.policy, context.initial_radius, self.config.expand, self.tolerance(query_D), max_radius
+                self.config.policy,
+                context_recorder.initial_radius,
+                self.config.expand,
+                self.tolerance(query_D),
+                max_radius,
             ),
-            context=context,
+            context_recorder=context_recorder,
             nearest_slot=int(nearest.slots_B[0]),
             nearest_distance=float(nearest.distances_B[0]),
             given_value_V=None if replay_context is None else replay_context.value_V,

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gracestream.schemas.deltas import Seen, Standing
+from gracestream.schemas.deltas import DecisionContext, Standing
 from gracestream.schemas.headers import (
     CODEBOOK_SEQ_HEADER,
     CONTEXT_HEADER,
@@ -42,7 +42,7 @@ class NoChangeDecision:
     term: int
     seq: int
     outcome: Outcome
-    context: Seen | None
+    context: DecisionContext | None
     standing: Standing | UnsetType = UNSET
 
     def headers(self) -> list[tuple[str, bytes]]:
@@ -74,10 +74,10 @@ def parse_no_change(record: Any) -> NoChangeDecision | None:
     )
 
 
-def _decode_context(header: bytes | None) -> Seen | None:
+def _decode_context(header: bytes | None) -> DecisionContext | None:
     """The recorded context; None without a header, or if its radius is not a valid one."""
     try:
-        return None if header is None else msgspec.json.decode(header, type=Seen)
+        return None if header is None else msgspec.json.decode(header, type=DecisionContext)
     except msgspec.ValidationError:
         # An infinite initial radius, say, is valid in the configuration but not in a delta. No traffic bounds it, so a
         # repeated decision takes it from the configuration again.

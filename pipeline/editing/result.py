@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from msgspec import UNSET
 
-from gracestream.schemas.deltas import Delta, Op, Seen
+from gracestream.schemas.deltas import DecisionContext, Delta, Op
 from gracestream.schemas.messages import SCHEMA_VERSION, Feedback, Inputs, LeftOut, Outcome, Status
 
 STATUS_BY_OP: dict[Op, Status] = {
@@ -33,7 +33,7 @@ class EditResult:
     outcome: Outcome | None
     delta_record: bytes | None = None
     dead_letter_reason: str | None = None
-    context: Seen | None = None
+    context: DecisionContext | None = None
 
     @property
     def rejection_reason(self) -> str:

@@ -48,11 +48,11 @@ def warm_start_entry(workspace: EditWorkspace, label: Label, query_D: np.ndarray
 
 def start_value(workspace: EditWorkspace, candidate: EditCandidate) -> torch.Tensor:
     """The starting point (V) of a candidate's value; the entry that it comes from is noted in the decision context."""
-    candidate.context.start_entry = warm_start_entry(workspace, candidate.inspection.label, candidate.query_D)
-    if candidate.context.start_entry is UNSET:
+    candidate.context_recorder.start_entry = warm_start_entry(workspace, candidate.inspection.label, candidate.query_D)
+    if candidate.context_recorder.start_entry is UNSET:
         return _cold_start_value(workspace, candidate.offset, candidate.inspection.layer_output_V)
     codebook = workspace.codebook
-    return torch.from_numpy(codebook.values_NV[codebook.slot(candidate.context.start_entry)].copy())
+    return torch.from_numpy(codebook.values_NV[codebook.slot(candidate.context_recorder.start_entry)].copy())
 
 
 def find_value(

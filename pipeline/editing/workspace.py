@@ -198,7 +198,9 @@ class EditWorkspace:
             candidate: The correction under decision.
         """
         tolerance = self.tolerance(key_D)
-        traffic_distance = candidate.context.traffic_distance(name, key_D, tolerance, candidate.query_D, wording)
+        traffic_distance = candidate.context_recorder.traffic_distance(
+            name, key_D, tolerance, candidate.query_D, wording
+        )
         return (
             min(
                 traffic_distance,

@@ -3,8 +3,7 @@
 Inputs (docs/explanation/determinism.md):
 
 - Corrections come from `feedback`, which is kept for ever.
-- What a decision saw of `requests` is recorded in its delta, because requests are deleted after days. So is the
-  configuration of each term.
+- Deltas record the decision contexts, because `requests` are deleted after days, and the configuration of each term.
 - A decision without a delta is recorded by its outcome on `edits`: rejections, unchanged repetitions, undos of nothing.
 
 Guarantees:
@@ -41,7 +40,7 @@ from gracestream.pipeline.editing import (
 from gracestream.pipeline.editor import model_failure
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.model import EditableModel
-from gracestream.schemas.deltas import Cause, Delta, EntryChange, Seen, Standing, Tensor, decode_delta
+from gracestream.schemas.deltas import Cause, DecisionContext, Delta, EntryChange, Standing, Tensor, decode_delta
 from gracestream.schemas.messages import Feedback
 
 MAX_CACHED_BATCHES = 64
@@ -158,7 +157,7 @@ class ReproductionRun:
         engine.memory.remember_contexts(delta.decided)
         read_positions = {} if cause.traffic is UNSET else cause.traffic
         engine.reservoir.positions = {int(partition): end for partition, end in read_positions.items()}
-        context = None if cause.seen is UNSET else cause.seen
+        context = None if cause.context is UNSET else cause.context
         result = self._decide(engine, feedback, cause.offset, context, cause.standing, cause.together)
         if result.delta_record is None:
             assert result.outcome is not None
@@ -236,7 +235,7 @@ class ReproductionRun:
         engine: EditEngine,
         feedback: Feedback,
         offset: int,
-        context: Seen | None,
+        context: DecisionContext | None,
         standing: Standing | UnsetType,
         batch_offsets: tuple[int, ...] = (),
     ) -> EditResult:

@@ -188,7 +188,7 @@ class Site:
                     Follower(state["name"], state["seq"], state["digest"], state["state_digest"])
                     for state in self._states()
                 ],
-                seen={"a follower": self._follower.poll(self._follower.latest_seq, 0)},
+                read={"a follower": self._follower.poll(self._follower.latest_seq, 0)},
                 predictions=records(self.settings, PREDICTIONS),
                 taken=self.load.flagged,
             )

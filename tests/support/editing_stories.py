@@ -111,9 +111,9 @@ def without(story: Story, gone: set[str], *, keep_contexts: bool = True) -> Stor
     """
     made = Story(EditEngine(story.engine.model, CODEBOOK, story.engine.config))
     causes = [delta.cause for delta in map(decode_delta, story.deltas) if delta.cause is not UNSET]
-    seen = {cause.feedback_id: cause.seen for cause in causes if cause.seen is not UNSET}
+    contexts = {cause.feedback_id: cause.context for cause in causes if cause.context is not UNSET}
     for name, later in story.engine.memory.replay_contexts.items():
-        seen[name] = merge_contexts(seen[name], later)
+        contexts[name] = merge_contexts(contexts[name], later)
     for one in story.steps:
         if isinstance(one, EditConfig):
             made.lead(one)
@@ -125,7 +125,7 @@ def without(story: Story, gone: set[str], *, keep_contexts: bool = True) -> Stor
                 made.apply(edited.delta_record)
         elif feedback.is_correction and feedback.feedback_id not in gone:
             edited = made.engine.edit(
-                feedback, one, ReplayContext(seen[feedback.feedback_id]) if keep_contexts else None
+                feedback, one, ReplayContext(contexts[feedback.feedback_id]) if keep_contexts else None
             )
             if edited.delta_record is None:
                 # It is too near an input with a confirmed answer, which the removed feedback had corrected.

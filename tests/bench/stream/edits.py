@@ -24,7 +24,7 @@ from gracestream.pipeline.editing.result import EditResult, make_correction
 from gracestream.pipeline.editing.value_training import TrainedValue
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.tasks.base import InputError
-from gracestream.schemas.deltas import Seen
+from gracestream.schemas.deltas import DecisionContext
 from gracestream.schemas.messages import Feedback
 from tests.bench.device import timed
 from tests.bench.stream.corrections import Correction, draw_authors
@@ -130,10 +130,12 @@ def decide_with_given_value(engine: EditEngine, feedback: Feedback, offset: int,
         examined = seconds.measure("examine", lambda: engine.inspect(inputs, target))
     except InputError:
         return engine.edit(feedback, offset)
-    seen = Seen(radius=seconds.measure("radius", lambda: engine.initial_radius_for(inputs, examined.query_D)))
+    context = DecisionContext(
+        radius=seconds.measure("radius", lambda: engine.initial_radius_for(inputs, examined.query_D))
+    )
     value_V = examined.layer_output_V.cpu().numpy()
     given = (
-        ReplayContext(seen, value_V=value_V),
+        ReplayContext(context, value_V=value_V),
         DraftValue(TrainedValue(value_V, 0, examined.target_check, converged=True), (), examined),
     )
     return seconds.measure("edit", lambda: engine.edit(feedback, offset, *given))

@@ -16,7 +16,7 @@ from gracestream.pipeline.codebook.edit_memory import EditMemory, merge_contexts
 from gracestream.pipeline.editing.candidate import ReplayContext
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.undo import undo
-from gracestream.schemas.deltas import Delta, Seen, decode_delta
+from gracestream.schemas.deltas import DecisionContext, Delta, decode_delta
 from gracestream.schemas.messages import Feedback
 from tests.bench.framework import BenchError, Row
 from tests.bench.stream.corrections import AUTHORS
@@ -104,8 +104,8 @@ def _recorded_context(delta: Delta, memory: EditMemory) -> ReplayContext:
     """The recorded inputs of the decision behind a delta, its query, and its value if it had an own one."""
     cause = delta.cause
     assert cause is not UNSET
-    assert cause.seen is not UNSET
-    context: Seen = cause.seen
+    assert cause.context is not UNSET
+    context: DecisionContext = cause.context
     if (later := memory.replay_contexts.get(cause.feedback_id)) is not None:
         context = merge_contexts(context, later)
     own_entry = next((change for change in delta.entries if change.entry_id == cause.entry_id), None)

@@ -48,7 +48,7 @@ class Follower:
 class Left:
     """Everything that a run left behind.
 
-    `position`: the group's offset in `feedback`. `head` and `radii`: what Redis says. `seen`: the records of `deltas`
+    `position`: the group's offset in `feedback`. `head` and `radii`: what Redis says. `read`: the records of `deltas`
     that somebody read while the run went on, by offset. `predictions`: each must come from the codebook that it names.
     `taken`: the ids of all feedback that Kafka has acknowledged, which may stand in `feedback` more than once.
     """
@@ -61,7 +61,7 @@ class Left:
     head: Head | None
     radii: Mapping[str, float]
     followers: Sequence[Follower] = ()
-    seen: Mapping[str, Sequence[tuple[int, bytes]]] = field(default_factory=dict)
+    read: Mapping[str, Sequence[tuple[int, bytes]]] = field(default_factory=dict)
     predictions: Sequence[Any] = ()
     taken: Sequence[str] = ()
 
@@ -127,7 +127,7 @@ def _of_letters(left: Left) -> Iterator[Fault]:
 
 def _of_readers(left: Left) -> Iterator[Fault]:
     committed = {record.offset: record.value for record in left.deltas}
-    for name, records in left.seen.items():
+    for name, records in left.read.items():
         for offset, value in records:
             if committed.get(offset) != value:
                 yield Fault("aborted", f"{name} has read a delta at offset {offset} that was never committed")

@@ -219,7 +219,7 @@ class Story:
         self._troubles = self._random.randint(0, 10)
         self._unsent = [self._feedback(number) for number in range(self._random.randint(3, 8))]
         self._reader = self.kafka.consumer(SETTINGS)
-        self._seen: list[tuple[int, bytes]] = []
+        self._read: list[tuple[int, bytes]] = []
 
     def switches(self) -> bool:
         """Whether another process goes on here."""
@@ -306,7 +306,7 @@ class Story:
             head=store.read_head(0),
             radii=store.read_radii(),
             followers=[Follower(name, book.seq, book.digest.hex(), book.state_digest()) for name, book in books],
-            seen={"a follower": self._seen},
+            read={"a follower": self._read},
         )
 
     def errors(self) -> list[BaseException]:
@@ -401,4 +401,4 @@ class Story:
         if not self._reader.assignment():
             self._reader.assign([partition])
         for record in self._reader.poll().get(partition, []):
-            self._seen.append((record.offset, record.value or b""))
+            self._read.append((record.offset, record.value or b""))

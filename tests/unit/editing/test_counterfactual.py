@@ -1,4 +1,4 @@
-"""A history rewritten by an undo: which decisions are made again, with what they saw, and which are kept."""
+"""A history rewritten by an undo: some decisions are repeated in their recorded context, others are kept."""
 
 import cProfile
 from typing import Any
@@ -23,7 +23,7 @@ def test_a_value_that_started_from_the_undone_ones_is_trained_anew() -> None:
     story.correct("a", (0, 0), 1)
     story.correct("b", (9, 0), 1)
     story.correct("c", (19, 0), 1)
-    assert [decode_delta(record).cause.seen.start for record in story.deltas[1:]] == [UNSET, "a", "b"]  # type: ignore[union-attr]
+    assert [decode_delta(record).cause.context.start for record in story.deltas[1:]] == [UNSET, "a", "b"]  # type: ignore[union-attr]
     warm = story.engine.codebook.values_NV.copy()
     story.undo("u", "a")
     assert story.engine.codebook.entry_ids == ["c", "b"]
@@ -39,8 +39,8 @@ def test_a_value_is_trained_anew_where_only_its_start_has_gone() -> None:
     story.correct("a", (0, 0), 1)
     story.correct("b", (20, 0), 2)
     story.correct("c", (25, 0), 1)
-    seen = decode_delta(story.deltas[-1]).cause.seen  # type: ignore[union-attr]
-    assert (seen.nearest, seen.start) == ("b", "a")  # type: ignore[union-attr]
+    context = decode_delta(story.deltas[-1]).cause.context  # type: ignore[union-attr]
+    assert (context.nearest, context.start) == ("b", "a")  # type: ignore[union-attr]
     story.undo("u", "a")
     assert set(decode_delta(story.deltas[-1]).decided) == {"c"}
     assert_same(story, without(story, {"a"}))

@@ -45,7 +45,7 @@ def new_story(plan: EditConfig = PLAN, kind: str = "llama", **adaptor: Any) -> S
 def radii(made: Story) -> dict[str, float]:
     """The initial radius that each decision recorded."""
     causes = [delta.cause for delta in map(decode_delta, made.deltas) if isinstance(delta, Delta)]
-    return {one.feedback_id: one.seen.radius for one in causes if one and one.seen}
+    return {one.feedback_id: one.context.radius for one in causes if one and one.context}
 
 
 def own_radius(made: Story, text: str) -> float | None:

@@ -54,7 +54,7 @@ def left() -> Left:
         head=Head(1, 2, book.digest.hex(), {}),
         radii={"f0": 0.5},
         followers=[Follower("a replica", 2, book.digest.hex(), book.state_digest())],
-        seen={"a replica": [(0, lead), (2, add)]},
+        read={"a replica": [(0, lead), (2, add)]},
         predictions=[answer(0, term=0), answer(1), answer(2), answer(2, entry_id="f0", distance=0.25, radius=0.5)],
     )
 
@@ -74,8 +74,8 @@ PLANTED: dict[str, tuple[str, Callable[[Left], dict[str, Any]]]] = {
     "an outcome stands twice": ("doubled", lambda left: {"edits": [*left.edits, outcome(2, "f2", 4)]}),
     "a record was set aside twice": ("doubled", lambda left: {"letters": [*left.letters, *left.letters]}),
     "a record made two deltas": ("doubled", lambda left: {"deltas": [*left.deltas, left.deltas[1]]}),
-    "a reader read a delta twice": ("doubled", lambda left: {"seen": {"x": [*left.seen["a replica"]] * 2}}),
-    "a reader read what was aborted": ("aborted", lambda _: {"seen": {"x": [(1, b"half")]}}),
+    "a reader read a delta twice": ("doubled", lambda left: {"read": {"x": [*left.read["a replica"]] * 2}}),
+    "a reader read what was aborted": ("aborted", lambda _: {"read": {"x": [(1, b"half")]}}),
     "the group is behind": ("offset", lambda _: {"position": 2}),
     "the group has no offset": ("offset", lambda _: {"position": None}),
     "an outcome names another's offset": (

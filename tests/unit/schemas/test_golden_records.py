@@ -14,12 +14,12 @@ from gracestream import schemas
 from gracestream.schemas.deltas import (
     GENESIS_DIGEST,
     Cause,
+    DecisionContext,
     Delta,
     EditChange,
     EntryChange,
     ExceptionChange,
     RephraseKey,
-    Seen,
     Standing,
     Tensor,
     chain_digest,
@@ -430,7 +430,7 @@ class TestGoldenDeltas:
             EditChange(feedback_id="fb-9", entry_id="fb-9"),
             EditChange(feedback_id="fb-4", query=tensor(1, 0, 0, 0)),
         )
-        assert delta.decided == {"fb-9": Seen(radius=0.75, clearance={"fb-9": 0.625, "fb-1": None})}
+        assert delta.decided == {"fb-9": DecisionContext(radius=0.75, clearance={"fb-9": 0.625, "fb-1": None})}
         assert delta.cause == Cause(feedback_id="fb-10", offset=9, author="ada", undoes=("fb-7",))
 
     def test_the_exception_and_its_end_are_these(self) -> None:
