@@ -24,7 +24,7 @@ class NearMissRequest(Struct, frozen=True):
             something else, as `detail` says. `answer`: its value did not predict its target.
         distance: From the entry's key to the query (Euclidean, in the layer's units).
         radius: Of the entry.
-        answer: The unedited answer that was published: text or label.
+        answer: The unedited answer that the replica sent: text or label.
         replica: The name of the replica that answered.
         inputs: Of the request; None if `requests` has deleted it.
         detail: The disagreement of the wordings; empty for other reasons.

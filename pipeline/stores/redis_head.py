@@ -59,7 +59,7 @@ for at = 7, #ARGV, 2 do
     else redis.call('HSET', KEYS[2], ARGV[at], ARGV[at + 1]) end
     redis.call('ZADD', KEYS[3], seq, ARGV[at])
 end
-if ARGV[4] == 'live' then
+if ARGV[4] == 'last' then
     redis.call('HSET', KEYS[1], 'term', ARGV[1], 'seq', ARGV[2], 'digest', ARGV[3])
     redis.pcall('PUBLISH', ARGV[6], ARGV[2])
 end
@@ -68,7 +68,7 @@ return 1
 )
 """Lua: writes radii and, in the last call of a write, the head.
 
-ARGV: term, seq, digest, 'live' to write the head, 'anew' to delete all radii first, the channel, then pairs of entry id
+ARGV: term, seq, digest, 'last' to write the head, 'anew' to delete all radii first, the channel, then pairs of entry id
 and radius. An empty radius removes it.
 
 1. Delete keys of a type that no editor writes; other commands would fail on them.
@@ -212,15 +212,15 @@ class RedisHeadStore:
         """
         pairs = list(changes.items())
         for start in range(0, max(len(pairs), 1), RADII_PER_SCRIPT):
-            flat = [part for pair in pairs[start : start + RADII_PER_SCRIPT] for part in pair]
-            last = "live" if start + RADII_PER_SCRIPT >= len(pairs) else "more"
-            first = mode if start == 0 else ""
+            flat = [text for pair in pairs[start : start + RADII_PER_SCRIPT] for text in pair]
+            part = "last" if start + RADII_PER_SCRIPT >= len(pairs) else "more"
+            first_mode = mode if start == 0 else ""
             args: list[str | int] = [
                 codebook.term,
                 codebook.seq,
                 codebook.digest.hex(),
-                last,
-                first,
+                part,
+                first_mode,
                 self.channel,
                 *flat,
             ]

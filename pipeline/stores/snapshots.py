@@ -138,7 +138,7 @@ def write_snapshot(settings: KafkaSettings, snapshot: Snapshot, url: str, keep: 
     topic = settings.topic(SNAPSHOTS)
     client = producer(settings)
     try:
-        # 2. Publish the manifest, now that its file is complete.
+        # 2. Write the manifest to its topic, now that its file is complete.
         client.send(topic, key=key, value=encode(manifest), partition=0).get(timeout=30)
         # 3. Delete outdated manifests. Their files still exist, so no replica finds a manifest without its file.
         tombstones = [client.send(topic, key=old, value=None, partition=0) for old in outdated if old is not None]

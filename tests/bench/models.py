@@ -1,4 +1,4 @@
-"""The models of the speed benchmarks: three with random weights, and two published checkpoints."""
+"""The models of the speed benchmarks: three with random weights, and two public checkpoints."""
 
 import random
 from collections.abc import Callable, Sequence

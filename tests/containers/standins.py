@@ -2,7 +2,7 @@
 
 Where no registry can be reached, each is built here from Debian's packages, Kafka's own jars or Prometheus' source. It
 has the label `gracestream.stand-in`, and the name of the image that it stands for only while the tests run. Stand-ins
-show that our files fit together and what our own image does. They do not show that the published images behave alike.
+show that our files fit together and what our own image does. They do not show that the official images behave alike.
 """
 
 import hashlib

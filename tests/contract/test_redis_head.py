@@ -1,4 +1,4 @@
-"""What becomes live in Redis, on the real one and on its double alike: so the seeded fault tests mean something."""
+"""Publishing deltas in Redis, on the real Redis and on its test double, which the seeded fault tests use."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from gracestream.pipeline.observability.metrics import RADIUS_MISMATCH
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.settings import load_settings
-from gracestream.pipeline.stores import redis_head as radius_store
+from gracestream.pipeline.stores import redis_head
 from gracestream.pipeline.stores.redis_client import redis_client
 from gracestream.pipeline.stores.redis_head import Head, RedisHeadStore, StaleHeadError
 from gracestream.schemas.deltas import EntryChange
@@ -29,7 +29,7 @@ Between = Callable[[int, Callable[[], object]], None]
 
 @pytest.fixture(params=["double", pytest.param("redis", marks=pytest.mark.kafka)])
 def client(request: pytest.FixtureRequest, prefix: str) -> Iterator[Redis]:
-    """Of the double, and of the real Redis."""
+    """A client of the test double, and one of the real Redis."""
     if request.param == "double":
         yield MemoryRedis().client()
         return
@@ -39,27 +39,27 @@ def client(request: pytest.FixtureRequest, prefix: str) -> Iterator[Redis]:
 
 @pytest.fixture
 def store(client: Redis, prefix: str) -> RedisHeadStore:
-    """The radii of one codebook."""
+    """The head and radii of one codebook."""
     return RedisHeadStore(client, prefix, "default")
 
 
-def led(term: int = 1) -> Codebook:
+def new_codebook(term: int = 1) -> Codebook:
     made = Codebook("default", MODEL, LAYER)
     made.apply(sealed(made, op="lead", term=term))
     return made
 
 
-def grown(codebook: Codebook, entry_id: str, radius: float) -> AppliedDelta:
-    """One more entry."""
+def add_entry(codebook: Codebook, entry_id: str, radius: float) -> AppliedDelta:
+    """Apply a delta that adds one entry."""
     applied = codebook.apply(sealed(codebook, added(entry_id, [1.0], radius)))
     assert applied is not None
     return applied
 
 
 class TestRadii:
-    def test_a_delta_becomes_live_with_its_radii(self, store: RedisHeadStore) -> None:
+    def test_a_delta_is_published_with_its_radii(self, store: RedisHeadStore) -> None:
         assert store.read_head(0) is None
-        book = led()
+        book = new_codebook()
         store.rebuild(book)
         applied = book.apply(sealed(book, added("e1", [1.0], 0.5), added("e2", [2.0], 1.25)))
         assert applied is not None
@@ -74,8 +74,8 @@ class TestRadii:
         assert again is not None
         assert again.changed_radii == {}
 
-    def test_it_never_goes_back(self, store: RedisHeadStore) -> None:
-        book, newer = led(), led(term=2)
+    def test_the_head_never_goes_back(self, store: RedisHeadStore) -> None:
+        book, newer = new_codebook(), new_codebook(term=2)
         newer.apply(sealed(newer, added("e", [1.0], 1.0)))
         store.rebuild(newer)
         with pytest.raises(StaleHeadError):
@@ -83,36 +83,36 @@ class TestRadii:
         assert store.read_radii() == {"e": 1.0}
 
     def test_a_delta_of_an_older_term_changes_nothing(self, store: RedisHeadStore) -> None:
-        live, stale = led(term=2), led(term=1)
-        grown(live, "e", 1.0)
+        newer, stale = new_codebook(term=2), new_codebook(term=1)
+        add_entry(newer, "e", 1.0)
         for number in range(3):
-            late = grown(stale, f"stale-{number}", 5.0)
-        assert stale.seq > live.seq
-        self.is_refused(store, live, stale, late)
+            late = add_entry(stale, f"stale-{number}", 5.0)
+        assert stale.seq > newer.seq
+        self.is_not_published(store, newer, stale, late)
 
     def test_a_delta_of_an_older_seq_changes_nothing(self, store: RedisHeadStore) -> None:
-        live = led(term=2)
-        stale = live.copy()
-        late = grown(stale, "e", 5.0)
+        newer = new_codebook(term=2)
+        stale = newer.copy()
+        late = add_entry(stale, "e", 5.0)
         for number, entry_id in enumerate("ef"):
-            grown(live, entry_id, float(number))
-        self.is_refused(store, live, stale, late)
+            add_entry(newer, entry_id, float(number))
+        self.is_not_published(store, newer, stale, late)
 
-    def is_refused(self, store: RedisHeadStore, live: Codebook, stale: Codebook, late: AppliedDelta) -> None:
-        """Head and radii stay those of `live`, whatever `late` says, which is the newest delta of `stale`."""
-        store.rebuild(live)
+    def is_not_published(self, store: RedisHeadStore, newer: Codebook, stale: Codebook, late: AppliedDelta) -> None:
+        """Head and radii stay those of `newer`, although `late`, the newest delta of `stale`, is sent."""
+        store.rebuild(newer)
         before = store.read_head(0), store.read_radii()
         with pytest.raises(StaleHeadError, match=f"delta {stale.seq} of term {stale.term} is not published"):
             store.publish(late, stale)
         assert (store.read_head(0), store.read_radii()) == before
-        assert before[0] == Head(live.term, live.seq, live.digest.hex(), {**before[1]})
-        assert before[1].keys() == set(live.entry_ids)
+        assert before[0] == Head(newer.term, newer.seq, newer.digest.hex(), {**before[1]})
+        assert before[1].keys() == set(newer.entry_ids)
 
-    def test_what_the_log_does_not_know_goes(self, store: RedisHeadStore) -> None:
-        book = led()
+    def test_a_radius_that_is_not_in_the_log_is_removed(self, store: RedisHeadStore) -> None:
+        book = new_codebook()
         book.apply(sealed(book, added("gone", [1.0], 1.0)))
         store.rebuild(book)
-        other = led(term=2)
+        other = new_codebook(term=2)
         other.apply(sealed(other, added("kept", [1.0], 2.0)))
         store.rebuild(other)
         assert store.read_radii() == {"kept": 2.0}
@@ -121,53 +121,53 @@ class TestRadii:
         assert head.changed_radii == {"kept": 2.0}
 
 
-class TestSeveralBatches:
-    """What takes more than one call of the script that writes."""
+class TestSeveralScriptCalls:
+    """A write that takes more than one call of the script."""
 
     @pytest.fixture(autouse=True)
-    def _two_radii_a_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(radius_store, "RADII_PER_SCRIPT", 2)
+    def _two_radii_per_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(redis_head, "RADII_PER_SCRIPT", 2)
 
     @pytest.fixture
     def other(self, client: Redis, prefix: str) -> RedisHeadStore:
-        """The same radii, for whoever else writes or reads them."""
+        """The same head and radii, for another writer or reader."""
         return RedisHeadStore(client, prefix, "default")
 
     @pytest.fixture
     def between(self, store: RedisHeadStore, monkeypatch: pytest.MonkeyPatch) -> Between:
-        """Lets something happen once the store has made so many calls of the script."""
+        """Runs a function before the store's next script call after a number of calls."""
 
-        def happens(calls: int, what: Callable[[], object]) -> None:
+        def run_before(calls: int, function: Callable[[], object]) -> None:
             write, made = store._publish, itertools.count()
 
             def interrupted(**given: Any) -> Any:
                 if next(made) == calls:
-                    what()
+                    function()
                 return write(**given)
 
             monkeypatch.setattr(store, "_publish", interrupted)
 
-        return happens
+        return run_before
 
-    def test_nothing_is_live_before_the_last_one(
+    def test_nothing_is_published_before_the_last_call(
         self, store: RedisHeadStore, other: RedisHeadStore, between: Between
     ) -> None:
-        book = led()
+        book = new_codebook()
         book.apply(sealed(book, *(added(f"e{number}", [1.0], number + 0.5) for number in range(5))))
-        seen = []
+        reads = []
         for calls in (1, 2):
-            between(calls, lambda: seen.append((other.read_head(0), other.count_radii())))
+            between(calls, lambda: reads.append((other.read_head(0), other.count_radii())))
         store.rebuild(book)
-        assert seen == [(None, 2), (None, 4)]
-        assert is_live(other, book)
+        assert reads == [(None, 2), (None, 4)]
+        assert is_published(other, book)
 
     @pytest.mark.parametrize("calls", [1, 2])
-    @pytest.mark.parametrize("successor", [False, True], ids=["by the same editor", "by the next one"])
-    def test_what_was_broken_off_is_not_served_and_is_completed(
+    @pytest.mark.parametrize("successor", [False, True], ids=["by the same editor", "by the next editor"])
+    def test_an_interrupted_write_is_not_served_and_is_completed(
         self, store: RedisHeadStore, other: RedisHeadStore, between: Between, calls: int, *, successor: bool
     ) -> None:
-        book, mirrored, follower = led(), led(), DeltaFollower(load_settings().kafka)
-        replica = CodebookReplica(mirrored, KeyIndex(mirrored, torch.device("cpu")), other, follower, load_settings())
+        book, copy, follower = new_codebook(), new_codebook(), DeltaFollower(load_settings().kafka)
+        replica = CodebookReplica(copy, KeyIndex(copy, torch.device("cpu")), other, follower, load_settings())
         mismatches = RADIUS_MISMATCH._value.get()
 
         def commit(*entries: EntryChange, **fields: Any) -> AppliedDelta:
@@ -181,32 +181,32 @@ class TestSeveralBatches:
         editor = RedisPublisher(store, book, 0.0, retry_seconds=0.0)
         editor.reconcile()
         replica.sync_to_head(replica.read_head())
-        live, served = Head(1, 2, book.digest.hex(), {"kept": 1.0}), book.state_digest()
-        assert mirrored.state_digest() == served
+        head, served = Head(1, 2, book.digest.hex(), {"kept": 1.0}), book.state_digest()
+        assert copy.state_digest() == served
 
         new = [added(f"e{number}", [2.0], 0.25) for number in range(3)]
         applied = commit(EntryChange(entry_id="moved", radius=0.5), EntryChange(entry_id="gone", removed=True), *new)
-        between(calls, redis_is_lost)
+        between(calls, lose_connection)
         editor.publish(applied)
         assert not editor.in_sync
-        assert other.read_head(0) == live
+        assert other.read_head(0) == head
         replica.sync_to_head(replica.read_head())
-        assert mirrored.state_digest() == served
+        assert copy.state_digest() == served
 
         if successor:
             commit(op="lead", term=2)
             editor = RedisPublisher(other, book, 0.0, retry_seconds=0.0)
         editor.reconcile()
         assert editor.in_sync
-        assert is_live(other, book)
+        assert is_published(other, book)
         replica.sync_to_head(replica.read_head())
-        assert mirrored.state_digest() == book.state_digest() != served
+        assert copy.state_digest() == book.state_digest() != served
         assert RADIUS_MISMATCH._value.get() == mismatches
 
-    def test_a_writer_that_was_overtaken_goes_no_further(
+    def test_a_writer_stops_after_a_newer_head(
         self, store: RedisHeadStore, other: RedisHeadStore, between: Between
     ) -> None:
-        book = led()
+        book = new_codebook()
         applied = book.apply(sealed(book, *(added(f"e{number}", [1.0], 1.0) for number in range(5))))
         assert applied is not None
         newer = book.copy()
@@ -215,15 +215,15 @@ class TestSeveralBatches:
         between(1, lambda: other.rebuild(newer))
         with pytest.raises(StaleHeadError):
             store.publish(applied, book)
-        assert is_live(other, newer)
+        assert is_published(other, newer)
 
 
-def redis_is_lost() -> None:
+def lose_connection() -> None:
     raise RedisConnectionError("connection lost")
 
 
-def is_live(store: RedisHeadStore, codebook: Codebook) -> bool:
-    """Whether the head and all radii are those of a codebook."""
+def is_published(store: RedisHeadStore, codebook: Codebook) -> bool:
+    """True if head and radii are those of a codebook."""
     head = Head(codebook.term, codebook.seq, codebook.digest.hex(), {})
     radii = {entry_id: codebook.radii_N[codebook.slot(entry_id)] for entry_id in codebook.entry_ids}
     return store.read_head(codebook.seq) == head and store.read_radii() == radii

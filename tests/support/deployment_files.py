@@ -48,10 +48,10 @@ def compose(*overrides: Path) -> dict[str, Any]:
     return document
 
 
-def published(path: Path) -> list[tuple[str, str]]:
-    """Each port that a Compose file publishes: the host's address, empty for every one, and the line that it stands in.
+def published_ports(path: Path) -> list[tuple[str, str]]:
+    """The ports that a Compose file publishes: each with the host's address, empty for all, and the line of the file.
 
-    The host's own network, whose address is `host`, publishes whatever a container listens on.
+    On the host's own network (address `host`), every port that a container listens on is published.
     """
     text = path.read_text()
     lines, found = text.splitlines(), list[tuple[str, str]]()

@@ -1,7 +1,6 @@
-"""Hostile records: mutations of the golden ones, and what hypothesis makes of JSON; the same for the same seed.
+"""Hostile records: mutations of the golden records and random JSON from hypothesis; equal seeds give equal records.
 
-And the judge of what becomes of them, who knows no more than the published JSON Schemas, the standard library's JSON
-and the limits that the README states.
+Also the judge of their fate. It uses only the JSON Schemas, the standard library's JSON, and the documented limits.
 """
 
 import json

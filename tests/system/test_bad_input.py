@@ -286,7 +286,7 @@ def test_feedback_on_which_the_model_fails_is_rejected_and_the_next_is_taken(
     assert outcomes["works"].status in {"added", "unchanged"}
 
 
-def test_an_answer_that_is_not_the_entrys_target_is_never_published(kafka: str, redis_url: str, prefix: str) -> None:
+def test_an_answer_that_is_not_the_entrys_target_is_never_sent(kafka: str, redis_url: str, prefix: str) -> None:
     settings = settings_for(kafka, redis_url, prefix)
     model = editable("bert")
     codebook = new_codebook(model.fingerprint, model.layer)

@@ -36,8 +36,8 @@ def file_of(manifest: SnapshotManifest) -> Path:
     return Path(manifest.uri.removeprefix("file://"))
 
 
-def publish(history: History, manifest: SnapshotManifest | bytes, key: bytes | None = None) -> None:
-    """A record on `snapshots` that no writer of ours would write."""
+def write_manifest(history: History, manifest: SnapshotManifest | bytes, key: bytes | None = None) -> None:
+    """Write a record to `snapshots` that no editor would write."""
     value = manifest if isinstance(manifest, bytes) else encode(manifest)
     topic = history.settings.kafka.topic(SNAPSHOTS)
     history._producer.send(topic, key=key or secrets.token_bytes(4), value=value, partition=0).get(30)

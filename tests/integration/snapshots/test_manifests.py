@@ -15,7 +15,7 @@ from gracestream.pipeline.kafka.topics import SNAPSHOTS
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore
 from gracestream.pipeline.stores.snapshots import list_manifests
-from tests.integration.snapshots.snapshot_parts import newest, publish, reasons, snapshot, url_of
+from tests.integration.snapshots.snapshot_parts import newest, reasons, snapshot, url_of, write_manifest
 from tests.support.running import records, wait_until
 from tests.support.written_history import History
 
@@ -44,7 +44,9 @@ class TestManifests:
         snapshot(history.settings, 4)
         latest = snapshot(history.settings, 8)
         for lie, (fields, reason) in LIES.items():
-            publish(history, msgspec.structs.replace(latest, **fields), f"{history.settings.model.codebook}/8".encode())
+            write_manifest(
+                history, msgspec.structs.replace(latest, **fields), f"{history.settings.model.codebook}/8".encode()
+            )
             found = newest(history.settings)
             assert found is not None
             assert found.codebook.seq == 4, lie
@@ -62,7 +64,7 @@ class TestManifests:
     ) -> None:
         older, latest = (snapshot(history.settings, seq) for seq in (4, 8))
         lie = {name: getattr(older, name) for name in ("uri", "sha256", "bytes")}
-        publish(history, msgspec.structs.replace(latest, **lie), f"{history.settings.model.codebook}/8".encode())
+        write_manifest(history, msgspec.structs.replace(latest, **lie), f"{history.settings.model.codebook}/8".encode())
         found = newest(history.settings)
         assert found is not None
         assert found.codebook.seq == 4
@@ -71,8 +73,8 @@ class TestManifests:
     def test_garbage_and_those_of_others_are_left_alone(self, history: History, logged: list[EventDict]) -> None:
         manifest = snapshot(history.settings, 4)
         for garbage in (b"", b"\xff", b"[]", b'{"v":99}', b'{"v":1,"codebook":"default"}'):
-            publish(history, garbage)
-        publish(history, msgspec.structs.replace(manifest, codebook="another", seq=9))
+            write_manifest(history, garbage)
+        write_manifest(history, msgspec.structs.replace(manifest, codebook="another", seq=9))
         found = newest(history.settings)
         assert found is not None
         assert found.codebook.seq == 4
@@ -102,7 +104,7 @@ class TestManifests:
             time.sleep(0.15)  # a segment of its own: the active one is never compacted
 
         def compacted() -> bool:
-            publish(history, b"roll", b"roll")
+            write_manifest(history, b"roll", b"roll")
             return len([record for record in records(settings, SNAPSHOTS) if record.key != b"roll"]) <= 3
 
         wait_until(compacted, 60, "the compaction")

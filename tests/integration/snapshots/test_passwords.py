@@ -9,7 +9,7 @@ from structlog.typing import EventDict
 from gracestream.deploy.local.processes import find_free_port
 from gracestream.pipeline.kafka.topics import SNAPSHOTS
 from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore, split_url_secrets
-from tests.integration.snapshots.snapshot_parts import newest, publish, snapshot
+from tests.integration.snapshots.snapshot_parts import newest, snapshot, write_manifest
 from tests.support.forked_commands import Command
 from tests.support.running import records
 from tests.support.written_history import History
@@ -27,7 +27,7 @@ def test_neither_a_manifest_nor_the_log_has_it(
     found = newest(settings)
     assert found is not None, "the store is the one with the password"
     assert found.codebook.seq == 4
-    publish(history, msgspec.structs.replace(manifest, uri=f"{url}/other.safetensors", seq=5))
+    write_manifest(history, msgspec.structs.replace(manifest, uri=f"{url}/other.safetensors", seq=5))
     theirs = records(settings, SNAPSHOTS)[-1].offset
     assert newest(settings) is not None
     assert any(event["event"] == "snapshot_rejected" for event in logged)

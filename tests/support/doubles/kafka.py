@@ -57,7 +57,7 @@ def undisturbed(operation: str) -> Passage:
     return "arrives"
 
 
-def straight_on(operation: str) -> None:
+def no_step(operation: str) -> None:
     """The step of a client to which nothing happens."""
     del operation
 
@@ -135,12 +135,12 @@ class MemoryKafka:
         self._writers: dict[str, Writer] = {}
         self._member_ids = 0
 
-    def consumer(self, settings: Settings, step: Step = straight_on, **options: Any) -> "MemoryConsumer":
+    def consumer(self, settings: Settings, step: Step = no_step, **options: Any) -> "MemoryConsumer":
         """A consumer that reads committed records only, as `pipeline.kafka.clients.consumer` makes them."""
         del settings
         return MemoryConsumer(self, step, options)
 
-    def producer(self, settings: Settings, step: Step = straight_on, **options: Any) -> "MemoryProducer":
+    def producer(self, settings: Settings, step: Step = no_step, **options: Any) -> "MemoryProducer":
         """A producer, as `pipeline.kafka.clients.producer` makes them."""
         del settings
         return MemoryProducer(self, step, options.get("transactional_id"))

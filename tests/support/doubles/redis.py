@@ -1,28 +1,28 @@
-"""Redis in memory: the three keys of a codebook and the two scripts of `pipeline.stores.redis_head`.
+"""A test double of Redis, in memory: the three keys of a codebook and the scripts of `pipeline.stores.redis_head`.
 
-`tests/contract/test_redis_head.py` holds it and the real Redis to the same behaviour.
+`tests/contract/test_redis_head.py` tests that it behaves like the real Redis.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gracestream.pipeline.stores import redis_head as radius_store
-from tests.support.doubles.kafka import Step, straight_on
+from gracestream.pipeline.stores import redis_head
+from tests.support.doubles.kafka import Step, no_step
 
 
 class MemoryRedis:
-    """The server. A client is it with a step of its own: `redis.client(step)`."""
+    """The server. `client` returns a client of it."""
 
     def __init__(self) -> None:
         self.hashes: dict[str, dict[str, str]] = {}
         self.scores: dict[str, dict[str, int]] = {}
 
-    def client(self, step: Step = straight_on) -> Any:
-        """A client; its calls first and last call `step`."""
+    def client(self, step: Step = no_step) -> Any:
+        """A client. Each of its scripts calls `step` before and after."""
         return _Client(self, step)
 
     def flush(self) -> None:
-        """What a server without persistence knows after a restart."""
+        """Delete everything, as a restart without persistence does."""
         self.hashes.clear()
         self.scores.clear()
 
@@ -32,7 +32,7 @@ class _Client:
         self._server, self._step = server, step
 
     def register_script(self, script: str) -> Callable[..., Any]:
-        run = {radius_store._PUBLISH_SCRIPT: self._publish, radius_store._READ_SCRIPT: self._read}[script]
+        run = {redis_head._PUBLISH_SCRIPT: self._publish, redis_head._READ_SCRIPT: self._read}[script]
 
         def call(keys: Sequence[str], args: Sequence[Any]) -> Any:
             self._step("redis")
@@ -53,10 +53,10 @@ class _Client:
     def _publish(self, keys: Sequence[str], args: Sequence[str]) -> int:
         head, radii = (self._server.hashes.setdefault(key, {}) for key in keys[:2])
         changed = self._server.scores.setdefault(keys[2], {})
-        term, seq, digest, last, how, _channel, *pairs = args
+        term, seq, digest, part, mode, _channel, *pairs = args
         if int(term) < int(head.get("term", 0)) or int(seq) < int(head.get("seq", 0)):
             return 0
-        if how == "anew":
+        if mode == "anew":
             radii.clear()
             changed.clear()
         for entry, radius in zip(pairs[::2], pairs[1::2], strict=True):
@@ -65,7 +65,7 @@ class _Client:
             else:
                 radii.pop(entry, None)
             changed[entry] = int(seq)
-        if last == "live":
+        if part == "last":
             head.update(term=term, seq=seq, digest=digest)
         return 1
 
@@ -76,5 +76,5 @@ class _Client:
         since, limit = int(args[0]), int(args[1])
         scores = self._server.scores.get(keys[2], {})
         changed = sorted((score, entry) for entry, score in scores.items() if since < score <= int(head["seq"]))
-        pairs = [part for _, entry in changed[:limit] for part in (entry, radii.get(entry, ""))]
-        return [part.encode() for part in (head["term"], head["seq"], head["digest"], *pairs)]
+        pairs = [text for _, entry in changed[:limit] for text in (entry, radii.get(entry, ""))]
+        return [text.encode() for text in (head["term"], head["seq"], head["digest"], *pairs)]

@@ -17,7 +17,7 @@ from tests.support.deployment_files import (
     DOCKERFILE,
     PROJECT,
     compose,
-    published,
+    published_ports,
 )
 from tests.support.repository import ROOT
 
@@ -34,7 +34,7 @@ OPEN = "# open to other hosts:"
 
 def unexplained(path: Path) -> list[str]:
     """The hosts of ports that other hosts reach, where no comment says why."""
-    return [host for host, said in published(path) if host != "127.0.0.1" and OPEN not in said]
+    return [host for host, said in published_ports(path) if host != "127.0.0.1" and OPEN not in said]
 
 
 class TestCompose:
@@ -122,7 +122,7 @@ class TestCompose:
         assert unexplained(path) == []
 
     def test_the_ports_of_kafka_and_of_the_monitoring_are_among_those_checked(self) -> None:
-        assert [host for host, _ in published(COMPOSE)] == ["127.0.0.1"] * 3
+        assert [host for host, _ in published_ports(COMPOSE)] == ["127.0.0.1"] * 3
 
     @pytest.mark.parametrize(
         ("service", "hosts"),

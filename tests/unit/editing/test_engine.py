@@ -174,7 +174,7 @@ def test_a_pair_of_texts_is_corrected_as_one_input(bert: EditableModel) -> None:
     )
 
 
-def test_a_value_that_does_not_converge_is_rejected_with_its_loss_and_nothing_is_published(bert: EditableModel) -> None:
+def test_a_value_that_does_not_converge_is_rejected_with_its_loss_and_without_a_delta(bert: EditableModel) -> None:
     engine = engine_of(bert, recipe=ValueTrainingConfig(max_steps=1, learning_rate=1e-6))
     for text in TEXTS[:6]:
         outcome, record = correct(engine, "a", text, wrong_target(engine, text))

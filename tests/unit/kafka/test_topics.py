@@ -1,4 +1,4 @@
-"""The topics as the code has them are those of the published document."""
+"""The topics in the code are those of the AsyncAPI document."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,21 +23,21 @@ def channel(topic: Topic) -> Any:
     return DOCUMENT["channels"][topic.name]
 
 
-def test_every_topic_is_published_and_no_other() -> None:
+def test_exactly_the_topics_are_documented() -> None:
     assert {topic.name for topic in TOPICS} == set(DOCUMENT["channels"])
     assert len({topic.name for topic in TOPICS}) == len(TOPICS)
 
 
 @by_topic
-def test_its_partitions_are_the_published_ones(topic: Topic) -> None:
+def test_its_partitions_are_the_documented_ones(topic: Topic) -> None:
     assert channel(topic)["x-partitions"] == (topic.partitions or "many")
 
 
 @by_topic
-def test_its_configuration_is_the_published_one(topic: Topic) -> None:
-    published = channel(topic)["bindings"]["kafka"]["topicConfiguration"]
+def test_its_configuration_is_the_documented_one(topic: Topic) -> None:
+    documented = channel(topic)["bindings"]["kafka"]["topicConfiguration"]
     configured = {
-        option: ",".join(value) if isinstance(value, list) else str(value) for option, value in published.items()
+        option: ",".join(value) if isinstance(value, list) else str(value) for option, value in documented.items()
     }
     assert configured == topic.required_config
 

@@ -1,4 +1,4 @@
-"""What must not get into the log, which nobody can take back, and what must not reach the model."""
+"""Deltas that no reader would apply must not get into the log, and unknown tokens must not reach the model."""
 
 import math
 
@@ -14,7 +14,7 @@ from gracestream.pipeline.model.tasks.base import InputError
 from tests.support.tiny_models import KINDS, MODEL, correct, editable, texts
 
 
-def test_a_delta_that_no_reader_would_take_is_rejected_and_not_published() -> None:
+def test_a_delta_that_no_reader_would_take_is_rejected_and_not_written() -> None:
     engine = EditEngine(editable("bert"), "default", EditConfig(radius=math.inf, radius_unit="absolute"))
     engine.apply(engine.lead_delta({}))
     before = engine.codebook.digest
@@ -29,7 +29,7 @@ def test_a_delta_that_no_reader_would_take_is_rejected_and_not_published() -> No
     assert engine.codebook.digest == before
 
 
-def test_a_delta_too_large_for_the_topic_is_rejected_and_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delta_too_large_for_the_topic_is_rejected_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_builder, "MAX_RECORD_BYTES", 100)
     engine = EditEngine(editable("bert"), "default")
     engine.apply(engine.lead_delta({}))
@@ -40,7 +40,7 @@ def test_a_delta_too_large_for_the_topic_is_rejected_and_not_published(monkeypat
     assert any("bytes; 100 are allowed" in str(edited.outcome and edited.outcome.reason) for edited in outcomes)
 
 
-def test_no_radius_beyond_the_limit_is_published() -> None:
+def test_no_radius_beyond_the_limit_is_written() -> None:
     model = editable("bert")
     free, bound = (EditEngine(model, "default", EditConfig(max_radius=limit)) for limit in (math.inf, 0.25))
     for engine in (free, bound):
@@ -52,7 +52,7 @@ def test_no_radius_beyond_the_limit_is_published() -> None:
     assert 0 < bound.codebook.radii_N.max() <= 0.25
 
 
-def test_a_token_that_the_model_has_no_row_for_is_refused_before_it_gets_there() -> None:
+def test_a_token_without_a_row_in_the_model_is_rejected_before_the_model_runs() -> None:
     names = editable("llama").task.tokenizer
     names.add_tokens(["unheard"])
     model = EditableModel(KINDS["llama"].build(), names, KINDS["llama"].layer, fingerprint=MODEL)
