@@ -393,9 +393,9 @@ def render_documents() -> Mapping[str, str]:
         f"json/{name}.schema.json": json.dumps(json_schema(kind), indent=2, ensure_ascii=False) + "\n"
         for name, kind in SCHEMA_TYPES.items()
     }
-    head = "# Written by `make schemas` from the message types.\n"
+    comment = "# Written by `make schemas` from the message types.\n"
     body = yaml.dump(asyncapi_document(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-    return texts | {"asyncapi.yaml": head + body}
+    return texts | {"asyncapi.yaml": comment + body}
 
 
 def write_documents(folder: Path = SCHEMAS_FOLDER) -> None:

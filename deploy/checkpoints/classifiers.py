@@ -34,7 +34,7 @@ class Recipe:
     """The training of a classifier. Its `repr` is part of the checkpoint's name.
 
     Attributes:
-        layers: Number of top layers that are trained with the pooler and the head.
+        layers: Number of top layers that are trained with the pooler and the classification head.
         epochs: Passes over all texts.
         learning_rate: Learning rate of AdamW.
         batch: Texts of one step.

@@ -80,7 +80,7 @@ class CounterfactualReplay:
     Pass the records of the log to `apply` until it returns False, then call `difference`.
 
     Args:
-        engine: The engine at the head of the log; it is not changed.
+        engine: The engine at the end of the log; it is not changed.
         removed_ids: The ids of the feedback to leave out.
         history: The source of the corrections behind repeated decisions.
         heartbeat: Called for each record.

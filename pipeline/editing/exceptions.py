@@ -55,7 +55,7 @@ def decide_exception(
     """Decide on one exception; nothing changes before the engine applies the record.
 
     Args:
-        engine: The engine at the head of the log.
+        engine: The engine at the end of the log.
         feedback: The exception.
         offset: The offset of `feedback` in its topic.
         standing: The sender's permissions (`pipeline.editing.roles`); UNSET without a list of authors.

@@ -38,7 +38,7 @@ def undo(
     """Decide on one undo; nothing changes before the engine applies the record.
 
     Args:
-        engine: The engine at the head of the log.
+        engine: The engine at the end of the log.
         feedback: The undo.
         offset: The offset of `feedback` in its topic.
         history: The log that led to the engine's state.

@@ -195,7 +195,7 @@ class Adaptor:
         adaptor_pass.num_tokens = input_BTX.shape[1]
         mask_BT = self._prompt_mask(adaptor_pass, input_BTX)
         if mask_BT.shape[1] > min(input_BTX.shape[1], output_BTX.shape[1]):
-            raise LayerError("it runs for some of a prompt's tokens only, as a language model's head does")
+            raise LayerError("it runs for some of a prompt's tokens only, as an LM head does")
         if adaptor_pass.lookup is not None or adaptor_pass.stop_after_query:
             adaptor_pass.queries_BD = self._queries(adaptor_pass.batch, input_BTX, mask_BT)
         if adaptor_pass.stop_after_query:

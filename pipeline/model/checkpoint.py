@@ -86,8 +86,9 @@ def is_causal(name: str) -> bool:
 def load_encoder(name: str) -> tuple[Any, Any, int | None]:
     """A sentence encoder on the CPU, its tokenizer, and its token limit if sentence-transformers' files set one.
 
-    The model gives one float32 vector per token, without head and pooler. sentence-transformers' own files beside the
-    checkpoint say how these vectors become one embedding; only their mean is supported.
+    The model gives one float32 vector per token, without LM head, classification head and pooler. The files of
+    sentence-transformers beside the checkpoint say how these vectors become one embedding; only their mean is
+    supported.
 
     Raises:
         ModelError: the checkpoint does not exist, lacks weights, or its embedding is not the mean of its tokens.
@@ -146,7 +147,7 @@ def _read_sidecar(name: str, file: str, schema: type[T]) -> T | None:
 
 @contextmanager
 def suppress_load_warnings() -> Iterator[None]:
-    """Inside this context, transformers does not warn about heads that are intentionally dropped or new."""
+    """Inside this context, transformers does not warn about an LM or classification head that is dropped or new."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -1,4 +1,4 @@
-"""Runs an encoder's last block for the [CLS] token only, the one token that a classifier's head reads.
+"""Runs an encoder's last block for the [CLS] token only, the one token that a classification head reads.
 
 A classifier of the BERT family reads its first token only, so the last block needs one attention query. No D x D map
 then runs over all T tokens: with H heads, about 2 T D H multiplications replace 12 T D D. Training a value runs the

@@ -1,7 +1,7 @@
 """Runs forward passes that differ in the injected value only, and computes no more than depends on that value.
 
 Three parts of a pass need not run again: modules before the edited layer, positions before the edited token, and the
-tokens of the last block that a classifier's head does not read.
+tokens of the last block that a classification head does not read.
 
 1. A model uses these optimisations only if a probe shows the loss and gradient of the full model, apart from rounding.
 2. A model that fails the probe runs the full pass.

@@ -19,7 +19,7 @@ INDEX = "README.md"
 SECTIONS = {"gpu": "tests.gpu", **BENCHMARKS}
 """The sections of a page, and the module with the description of each."""
 
-HEAD = """\
+INTRODUCTION = """\
 # Results
 
 These pages are generated from the JSON files beside them. `make bench NAME=... ARGS=--commit` measures a benchmark and
@@ -65,7 +65,7 @@ def pages(folder: Path) -> dict[str, str]:
             [f"# Results, {device}\n\n[The index]({INDEX}) lists the limits of these results.\n", *map(_section, files)]
         )
         links.append(f"- [{device}]({slug}.md): {', '.join(path.stem.partition('-')[0] for path in files)}\n")
-    return {INDEX: "\n".join([HEAD, "".join(links)]), **result}
+    return {INDEX: "\n".join([INTRODUCTION, "".join(links)]), **result}
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

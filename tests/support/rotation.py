@@ -2,7 +2,7 @@
 
 1. A long run has `PARTS` parts, and each part has seeds of its own. Together they are the whole run.
 2. `pytest` runs the part that the commit's hash chooses. The same commit runs the same part anywhere.
-3. The head of the report names the part. `--part N` runs that one again; `--chaos N` runs all of them.
+3. The first lines of the report name the part. `--part N` runs that one again; `--chaos N` runs all of them.
 """
 
 import subprocess

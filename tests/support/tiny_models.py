@@ -132,8 +132,8 @@ def editable(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = KINDS[kind].build()
-    if (head := model.get_output_embeddings()) is not None:
-        head.weight.data[END] *= 4  # so that a value can make it end its answer, as trained models do
+    if (lm_head := model.get_output_embeddings()) is not None:
+        lm_head.weight.data[END] *= 4  # so that a value can make it end its answer, as trained models do
     return EditableModel(
         model.to(device, dtype),
         tokenizer(KINDS[kind].special_tokens, chat_template=chat_template),

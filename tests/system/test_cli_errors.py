@@ -165,7 +165,7 @@ def test_a_layer_that_does_not_exist(run: Callable[..., Command], deployment: Se
 @pytest.mark.parametrize("command", ["infer", "edit"])
 def test_a_layer_that_cannot_be_edited(run: Callable[..., Command], deployment: Settings, command: str) -> None:
     assert sentence(run(command, settings=deployment, layer="lm_head")) == (
-        "layer 'lm_head' cannot be edited: it runs for some of a prompt's tokens only, as a language model's head does;"
+        "layer 'lm_head' cannot be edited: it runs for some of a prompt's tokens only, as an LM head does;"
         " layers that can: model.layers.1.mlp.down_proj, model.layers.1.mlp.up_proj, model.layers.1.mlp.gate_proj"
     )
 

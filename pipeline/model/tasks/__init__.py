@@ -1,1 +1,1 @@
-"""Task heads: sequence classification, and generation by causal models and encoder-decoders."""
+"""The tasks of models: sequence classification, and generation by causal models and encoder-decoders."""

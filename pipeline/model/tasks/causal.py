@@ -189,7 +189,7 @@ class CausalGeneration(Generation):
         )
 
     def logits(self, target_pass: TargetPass) -> list[Tensor]:
-        """The labels' logits. Only their columns go through the language model's head if the model supports that."""
+        """The labels' logits. Only their columns go through the LM head if the model supports that."""
         return self._run_with_cache(
             target_pass, _make_cache(target_pass.past_key_values) if target_pass.past_key_values else None
         )

@@ -77,7 +77,7 @@ def test_a_line_is_the_whole_reply(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def cells(messages: list[SentMessage], *replies: Prediction | Outcome) -> list[list[str]]:
-    """The table's rows, its head first."""
+    """The table's rows, the names of its columns first."""
     by_id = {reply.request_id if isinstance(reply, Prediction) else reply.feedback_id: reply for reply in replies}
     console = Console(file=io.StringIO(), width=500)
     console.print(_replies_table(messages, by_id))

@@ -1,4 +1,4 @@
-"""A classifier's last block is run for the token that its head reads, and for no other kind of head."""
+"""A classifier's last block runs only for the token that its classification head reads."""
 
 from typing import Any
 
@@ -126,7 +126,7 @@ def test_the_last_block_works_on_one_token() -> None:
     assert seen[-1] > 1, "and is as it was afterwards"
 
 
-def test_a_head_that_reads_all_tokens_gets_all() -> None:
+def test_a_classification_head_that_reads_all_tokens_gets_all() -> None:
     module = KINDS["bert"].build()
     module.bert.pooler = MeanPooler()
     model = of(module, EDITED[0])

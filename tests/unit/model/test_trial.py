@@ -21,7 +21,7 @@ from tests.support.tiny_models import CODEBOOK, KINDS, LIMITS, WORDS, correct, e
 
 NOT_CALLED = "the model does not call it when it answers"
 NOTHING = "a value there changes nothing in the model's answer"
-OF_SOME_TOKENS = "it runs for some of a prompt's tokens only, as a language model's head does"
+OF_SOME_TOKENS = "it runs for some of a prompt's tokens only, as an LM head does"
 NO_WIDTH = " does not map (batch, tokens, width) to the same layout: its input or output is "
 
 REFUSED = [

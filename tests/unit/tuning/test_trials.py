@@ -50,8 +50,8 @@ def module(kind: str) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = KINDS[kind].build()
-    if (head := model.get_output_embeddings()) is not None:
-        head.weight.data[4] *= 4  # so that a value can make it end its answer, as trained models do
+    if (lm_head := model.get_output_embeddings()) is not None:
+        lm_head.weight.data[4] *= 4  # so that a value can make it end its answer, as trained models do
     return model
 
 
