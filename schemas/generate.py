@@ -283,13 +283,13 @@ def _outcome_headers() -> Json:
 
 
 def _request_headers() -> Json:
-    """The headers of a request, which may be a replayed dead letter."""
+    """The headers of a request, which may be a resent dead letter."""
     description = (
         "Full name of the topic for the answer, in place of `predictions`; if there are several, the last counts. It "
         "begins with the prefix, exists, is not one of gracestream's topics, and replicas may write to it; otherwise "
         "the answer is an error on `predictions`."
     )
-    headers = _replayed_headers()
+    headers = _resent_headers()
     headers["properties"]["reply_to"] = {"type": "string", "maxLength": 249, "description": description}
     return headers
 
@@ -304,9 +304,9 @@ def _prediction_headers() -> Json:
     }
 
 
-def _replayed_headers() -> Json:
-    """The headers of a record that may be a replayed dead letter."""
-    description = "Only for a replayed dead letter: its queue and its offset there, as `feedback.dlq/17`."
+def _resent_headers() -> Json:
+    """The headers of a record that may be a resent dead letter."""
+    description = "Only for a resent dead letter: its queue and its offset there, as `feedback.dlq/17`."
     return {"type": "object", "properties": {"replayed_from": {"type": "string", "description": description}}}
 
 
@@ -363,7 +363,7 @@ def asyncapi_document() -> Json:
                     "prediction", "The answer to one request", "`request_id`.", headers=_prediction_headers()
                 ),
                 "feedback": _message(
-                    "feedback", "A correction, an exception from one, or an undo", "Any.", headers=_replayed_headers()
+                    "feedback", "A correction, an exception from one, or an undo", "Any.", headers=_resent_headers()
                 ),
                 "edit": _message(
                     "edit", "The outcome of one feedback record", "`feedback_id`.", headers=_outcome_headers()

@@ -33,8 +33,8 @@ SOURCE_TOPIC_HEADER, SOURCE_PARTITION_HEADER, SOURCE_OFFSET_HEADER = "source_top
 UNANSWERED_HEADER = "unanswered"
 """On a dead letter of `requests.dlq`: no topic accepted an answer to this request, so the sender got none."""
 
-REPLAYED_FROM_HEADER = "replayed_from"
-"""On a replayed record: the dead-letter queue and the offset of its dead letter, as `feedback.dlq/17`."""
+RESENT_FROM_HEADER = "replayed_from"
+"""On a resent record: the dead-letter queue and the offset of its dead letter, as `feedback.dlq/17`."""
 
 TRUNCATION_HEADERS = tuple(f"{part}_{what}" for part in ("key", "value") for what in ("bytes", "sha256"))
 """On a truncated dead letter: size in bytes and SHA-256 of the whole key and of the whole value."""
@@ -61,7 +61,7 @@ RESERVED_HEADERS = frozenset(
         SOURCE_PARTITION_HEADER,
         SOURCE_OFFSET_HEADER,
         UNANSWERED_HEADER,
-        REPLAYED_FROM_HEADER,
+        RESENT_FROM_HEADER,
         *TRUNCATION_HEADERS,
     }
 )

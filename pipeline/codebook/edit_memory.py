@@ -55,8 +55,8 @@ class EditMemory:
         """The ids that each undo takes back, by the undo's id, in the order of the undos."""
         self.rephrase_owners: dict[str, str] = {}
         """The id of the correction, by the name of each rephrase's key, in force or not."""
-        self.replay_contexts: dict[str, DecisionContext] = {}
-        """The recorded inputs of decisions that an undo repeated, by feedback id."""
+        self.repeated_contexts: dict[str, DecisionContext] = {}
+        """The contexts of decisions that an undo repeated, by feedback id."""
         self._wordings: dict[str, str] = {}
         """The wording of each edit's prompt, by feedback id; edits without a wording are absent."""
         self._edits = PointSet()
@@ -193,8 +193,8 @@ class EditMemory:
     def remember_contexts(self, contexts: Mapping[str, DecisionContext]) -> None:
         """Store the recorded inputs of repeated decisions, merged with those of earlier undos."""
         for feedback_id, context in contexts.items():
-            earlier = self.replay_contexts.get(feedback_id)
-            self.replay_contexts[feedback_id] = context if earlier is None else merge_contexts(context, earlier)
+            earlier = self.repeated_contexts.get(feedback_id)
+            self.repeated_contexts[feedback_id] = context if earlier is None else merge_contexts(context, earlier)
 
     def undone_ids(self, before_offset: float = np.inf) -> set[str]:
         """The ids of feedback that undos at offsets below `before_offset` take back: it counts as never sent."""
@@ -263,7 +263,7 @@ class EditMemory:
             pending_rows |= {row for row in self._shadowed_rows(key_D, tolerance) if self.entry_ids[row] != entry_id}
         affected_ids: list[str] = []
         while pending_rows := pending_rows - done_rows:
-            row = min(pending_rows)  # a fixed order, so that replays give equal deltas
+            row = min(pending_rows)  # a fixed order, so that repeated decisions give equal deltas
             done_rows.add(row)
             affected_ids.append(self.feedback_ids[row])
             pending_rows |= self._shadowed_rows(self.queries_ED[row], tolerance)

@@ -5,7 +5,7 @@ it to Kafka.
 """
 
 from gracestream.pipeline.editing.calibration import CalibrationError, LabelledRequest, calibrate_layer
-from gracestream.pipeline.editing.candidate import DraftValue, ReplayContext
+from gracestream.pipeline.editing.candidate import DraftValue, RecordedInputs
 from gracestream.pipeline.editing.config import EditConfig, edit_config_from_lead
 from gracestream.pipeline.editing.counterfactual import History
 from gracestream.pipeline.editing.engine import EditEngine
@@ -33,7 +33,7 @@ __all__ = [
     "History",
     "LabelledRequest",
     "NoChangeDecision",
-    "ReplayContext",
+    "RecordedInputs",
     "ScopeRadius",
     "ValueTrainingConfig",
     "calibrate_layer",

@@ -31,16 +31,16 @@ MAX_BATCH_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayContext:
+class RecordedInputs:
     """The recorded inputs of a decision that is repeated.
 
     Attributes:
-        recorded: The decision context that the delta records.
+        context: The decision context that the delta records.
         query_D: The recorded query; None: use the query that the model computes now.
         value_V: The recorded value; None: train a value if one is needed.
     """
 
-    recorded: DecisionContext
+    context: DecisionContext
     query_D: np.ndarray | None = None
     value_V: np.ndarray | None = None
     rephrase_queries_RD: tuple[np.ndarray | None, ...] = ()

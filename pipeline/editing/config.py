@@ -1,7 +1,7 @@
 """The configuration of edits: policy, radii, retention guard and training, as one immutable value.
 
-An editor writes its configuration into the `lead` delta of its term. So replays decide under the same configuration
-(docs/explanation/determinism.md).
+An editor writes its configuration into the `lead` delta of its term. So a reproduction decides under the same
+configuration (docs/explanation/determinism.md).
 """
 
 import dataclasses

@@ -40,7 +40,7 @@ from gracestream.pipeline.codebook import (
     exception_query,
     merge_contexts,
 )
-from gracestream.pipeline.editing.candidate import ReplayContext
+from gracestream.pipeline.editing.candidate import RecordedInputs
 from gracestream.pipeline.editing.config import edit_config_from_lead
 from gracestream.pipeline.editing.divergence import Divergence
 from gracestream.pipeline.editing.engine import EditEngine
@@ -218,12 +218,12 @@ class CounterfactualReplay:
             # The recorded value is reused only if training would start from the same point.
             if start == context.start and start not in self._divergence.entry_ids:
                 value_V = trained.value.array()
-        if (later := self._engine.memory.replay_contexts.get(cause.feedback_id)) is not None:
+        if (later := self._engine.memory.repeated_contexts.get(cause.feedback_id)) is not None:
             # An earlier undo repeated this decision too, and recorded the distances that it read in addition.
             context = merge_contexts(context, later)
         rephrases_RD = tuple(_rephrase_queries(delta).values())
-        replay_context = ReplayContext(context, query_D, value_V, rephrases_RD)
-        result = engine.edit(correction, cause.offset, replay_context, standing=cause.standing)
+        recorded_inputs = RecordedInputs(context, query_D, value_V, rephrases_RD)
+        result = engine.edit(correction, cause.offset, recorded_inputs, standing=cause.standing)
         if result.delta_record is None:
             self.failed.append(f"{cause.feedback_id} ({result.rejection_reason})")
             return set()

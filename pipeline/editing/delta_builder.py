@@ -223,7 +223,7 @@ def _build_with_cause(
     supersedes: Sequence[str],
     placement: RephrasePlacement,
 ) -> EditResult:
-    """The outcome with the delta; its cause records the decision context, from which a replay decides the same."""
+    """The outcome with the delta; its cause records the decision context, so that a repeated decision is the same."""
     codebook = workspace.codebook
     nearest_id = None if candidate.nearest_slot == NO_SLOT else codebook.entry_ids[candidate.nearest_slot]
     own_key = any(change.entry_id == entry_id and change.key is not UNSET for change in changes)

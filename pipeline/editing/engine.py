@@ -16,8 +16,8 @@ Guarantees:
 1. `edit` changes nothing. A decision takes effect when its record is given to `apply`. A starting editor replays its
    predecessors' records by the same method.
 2. Decisions are made one at a time, in the order of feedback. The same state, model and feedback give the same record.
-3. There is no Kafka, no Redis, no clock and no global random state. The editor, replays and experiments share this
-   code.
+3. There is no Kafka, no Redis, no clock and no global random state. Editors, reproductions and experiments share
+   this code.
 
 Not promised: that a correction takes effect. Training may find no value, and a confirmed input may be too near.
 """
@@ -40,7 +40,13 @@ from gracestream.pipeline.codebook import (
     fallback_to_own_entry,
     serving_hit,
 )
-from gracestream.pipeline.editing.candidate import DraftValue, EditCandidate, Inspection, ReplayContext, group_by_length
+from gracestream.pipeline.editing.candidate import (
+    DraftValue,
+    EditCandidate,
+    Inspection,
+    RecordedInputs,
+    group_by_length,
+)
 from gracestream.pipeline.editing.context import ContextRecorder
 from gracestream.pipeline.editing.delta_builder import build_confirmation, build_correction, next_delta
 from gracestream.pipeline.editing.rephrases import (
@@ -108,7 +114,7 @@ class EditEngine(EditWorkspace):
         self,
         feedback: Feedback,
         offset: int,
-        replay_context: ReplayContext | None = None,
+        recorded_inputs: RecordedInputs | None = None,
         draft: DraftValue | None = None,
         standing: Standing | UnsetType = UNSET,
     ) -> EditResult:
@@ -117,13 +123,13 @@ class EditEngine(EditWorkspace):
         Args:
             feedback: The correction.
             offset: The offset of `feedback` in its topic.
-            replay_context: For a decision that is repeated: its recorded inputs.
+            recorded_inputs: For a decision that is repeated: its recorded inputs.
             draft: The result of `draft_values` for this correction, if any.
             standing: The sender's permissions (`pipeline.editing.roles`); UNSET without a list of authors.
         """
         if (denial := explain_propose_denial(feedback, standing)) is not None:
             return rejected_result(feedback, denial)
-        candidate = self._make_candidate(feedback, offset, replay_context, draft, standing)
+        candidate = self._make_candidate(feedback, offset, recorded_inputs, draft, standing)
         if isinstance(candidate, EditResult):
             return candidate
         result = self._confirm(candidate) if candidate.inspection.is_already_correct else self._correct(candidate)
@@ -192,7 +198,7 @@ class EditEngine(EditWorkspace):
         self,
         feedback: Feedback,
         offset: int,
-        replay_context: ReplayContext | None = None,
+        recorded_inputs: RecordedInputs | None = None,
         draft: DraftValue | None = None,
         standing: Standing | UnsetType = UNSET,
     ) -> EditCandidate | EditResult:
@@ -207,8 +213,8 @@ class EditEngine(EditWorkspace):
             except InputError as error:
                 return rejected_result(feedback, to_one_line(error), is_dead_letter=True)
         query_D = inspection.query_D
-        if replay_context is not None and replay_context.query_D is not None:
-            query_D = replay_context.query_D.copy()
+        if recorded_inputs is not None and recorded_inputs.query_D is not None:
+            query_D = recorded_inputs.query_D.copy()
         if not np.isfinite(query_D).all():
             return rejected_result(feedback, "the model's activations on this input are not finite")
         if (known_id_result := self._resolve_known_id(feedback, inspection.target_check, query_D)) is not None:
@@ -216,7 +222,7 @@ class EditEngine(EditWorkspace):
         context_recorder = ContextRecorder(
             self.reservoir,
             partial(self.initial_radius_for, feedback.inputs, query_D),
-            None if replay_context is None else replay_context.recorded,
+            None if recorded_inputs is None else recorded_inputs.context,
             self.ignored_traffic_share(feedback.inputs),
         )
         # A scope radius says how far the correction's meaning extends. So no other entry grows beyond it for this one.
@@ -241,10 +247,10 @@ class EditEngine(EditWorkspace):
             context_recorder=context_recorder,
             nearest_slot=int(nearest.slots_B[0]),
             nearest_distance=float(nearest.distances_B[0]),
-            given_value_V=None if replay_context is None else replay_context.value_V,
+            given_value_V=None if recorded_inputs is None else recorded_inputs.value_V,
             draft=draft,
             standing=standing,
-            rephrase_queries_RD=() if replay_context is None else replay_context.rephrase_queries_RD,
+            rephrase_queries_RD=() if recorded_inputs is None else recorded_inputs.rephrase_queries_RD,
         )
 
     def _resolve_known_id(

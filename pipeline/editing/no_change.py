@@ -1,4 +1,4 @@
-"""Decisions without a delta, as their outcomes on `edits` record them; a replay can repeat them.
+"""Decisions without a delta, as their outcomes on `edits` record them; a reproduction can repeat them.
 
 The status of such an outcome is `rejected`, or `unchanged` if there is nothing to remember: a correction that was sent
 again, or an undo of nothing. The headers record the codebook version, the sender's permissions, and the traffic

@@ -1,6 +1,6 @@
 """The provenance of values: library versions, device and configuration, as a `lead` delta records them.
 
-A replay under the same provenance trains the same values bit for bit (docs/explanation/determinism.md).
+A reproduction under the same provenance trains the same values bit for bit (docs/explanation/determinism.md).
 
 Not promised: that another environment gives the same bits.
 """

@@ -76,8 +76,8 @@ class RephrasePlacement:
     ) -> None:
         """Leave a rephrase out, and report the reason in the outcome.
 
-        `nearest` and `wording` are recorded if the reason depends on the codebook around its query. A replay needs them
-        to see whether the decision would differ.
+        `nearest` and `wording` are recorded if the reason depends on the codebook around its query. They show whether a
+        repeated decision would differ.
         """
         query = UNSET if nearest is None or rephrase.query_D is None else Tensor.from_array(rephrase.query_D)
         self.keys.append(with_fields(nearest or RephraseKey(), query=query, wording=wording, left_out=True))

@@ -1,7 +1,7 @@
 """Roles: whether the sender of feedback may do what it asks for (docs/explanation/security-model.md).
 
 The list of authors gives roles to each author. The editor records the sender's permissions of the time with each
-decision (`schemas.deltas.Standing`). So a replay decides the same, even if the list has changed since.
+decision (`schemas.deltas.Standing`). So a repeated decision is the same, even if the list has changed since.
 
 1. A correction or an exception requires the role `propose`; an undo requires `undo_own` or `undo_any`.
 2. Under `undo_own`, all feedback that an undo takes back must come from its own author. That includes feedback whose

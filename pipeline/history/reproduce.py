@@ -32,7 +32,7 @@ from gracestream.pipeline.editing import (
     EditEngine,
     EditResult,
     NoChangeDecision,
-    ReplayContext,
+    RecordedInputs,
     decide_exception,
     edit_config_from_lead,
     undo,
@@ -246,7 +246,7 @@ class ReproductionRun:
             if feedback.is_exception:
                 return decide_exception(engine, feedback, offset, standing)
             draft = self._train_batch(engine, batch_offsets).pop(offset, None) if batch_offsets else None
-            return engine.edit(feedback, offset, None if context is None else ReplayContext(context), draft, standing)
+            return engine.edit(feedback, offset, None if context is None else RecordedInputs(context), draft, standing)
         except Exception as error:  # noqa: BLE001  (as the editor does)
             return model_failure(feedback, error)
 

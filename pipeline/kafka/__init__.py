@@ -8,7 +8,7 @@ from gracestream.pipeline.kafka.dead_letters import (
     DeadLetterSource,
     dead_letter_for,
     list_dead_letters,
-    replay_dead_letters,
+    resend_dead_letters,
 )
 from gracestream.pipeline.kafka.delta_reader import DELTA_CONSUMER_OPTIONS, history_error_at, read_history
 from gracestream.pipeline.kafka.lenient_records import (
@@ -103,9 +103,9 @@ __all__ = [
     "read_history",
     "read_topic",
     "record_memory_bytes",
-    "replay_dead_letters",
     "require_permissions",
     "require_topics",
+    "resend_dead_letters",
     "resolve_reply_address",
     "topic_layout",
     "use_sender_timestamps",

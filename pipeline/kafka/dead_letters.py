@@ -5,14 +5,14 @@ Guarantees:
 1. A dead letter has the key and the value of its record, byte for byte. Its headers give the reason, and the topic,
    partition and offset of the record.
 2. A dead letter always fits its queue. A record larger than `MAX_UNTRUNCATED_BYTES` is truncated. Headers then give its
-   size and, if the whole record was read, its SHA-256. A truncated dead letter is never replayed.
-3. A replay sends equal records once. A record can be dead-lettered several times: after a replay, or by two replicas of
-   which one died.
-4. A replay without offsets skips requests whose sender received an error as the answer. The sender may have sent a
+   size and, if the whole record was read, its SHA-256. A truncated dead letter is never resent.
+3. Equal records are resent once. A record can be dead-lettered several times: after it was resent, or by two replicas
+   of which one died.
+4. A call without offsets skips requests whose sender received an error as the answer. The sender may have sent a
    better request with the same id. A replica answers each request that it dead-letters, if it can read the id. If no
-   topic accepts the answer, the dead letter has a header for this, and the replay sends it.
+   topic accepts the answer, the dead letter has a header for this, and is resent.
 
-Not promised: that a record is dead-lettered only once, or that a replayed record can be read this time.
+Not promised: that a record is dead-lettered only once, or that a resent record can be read this time.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from gracestream.pipeline.kafka.topics import FEEDBACK_DLQ, REQUESTS_DLQ
 from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.headers import (
     REASON_HEADER,
-    REPLAYED_FROM_HEADER,
+    RESENT_FROM_HEADER,
     SOURCE_OFFSET_HEADER,
     SOURCE_PARTITION_HEADER,
     SOURCE_TOPIC_HEADER,
@@ -47,7 +47,7 @@ MAX_REASON_CHARACTERS = 1000
 
 
 class DeadLetterError(UserError):
-    """A dead letter does not exist or cannot be replayed. The text names it."""
+    """A dead letter does not exist or cannot be resent. The text names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class DeadLetter:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """The result of a replay: offsets of dead letters in their queue.
+class ResendResult:
+    """The result of `resend_dead_letters`: offsets of dead letters in their queue.
 
     Attributes:
         sent: Sent again; with `dry_run`, would be sent.
@@ -162,14 +162,14 @@ def list_dead_letters(
     yield from (_parse_dead_letter(record, source) for record in records)
 
 
-def replay_dead_letters(
+def resend_dead_letters(
     settings: KafkaSettings,
     source: DeadLetterSource,
     offsets: Collection[int] | None = None,
     *,
     include_answered: bool = False,
     dry_run: bool = False,
-) -> ReplayResult:
+) -> ResendResult:
     """Send dead letters to their topic again, with unchanged key and value.
 
     Args:
@@ -196,7 +196,7 @@ def replay_dead_letters(
     try:
         for letter in list_dead_letters(settings, source):
             if letter.offset in to_send:
-                headers = [(REPLAYED_FROM_HEADER, f"{letter.queue}/{letter.offset}".encode())]
+                headers = [(RESENT_FROM_HEADER, f"{letter.queue}/{letter.offset}".encode())]
                 try:
                     sender.send(settings.topic(source), letter.value, letter.key, headers).get(timeout=30)
                 except MessageSizeTooLargeError:
@@ -204,12 +204,12 @@ def replay_dead_letters(
     finally:
         sender.close(timeout=10)
     sent = [offset for offset in selection.sent if offset not in too_large]
-    return ReplayResult(sent, selection.truncated, selection.answered, selection.duplicates, too_large)
+    return ResendResult(sent, selection.truncated, selection.answered, selection.duplicates, too_large)
 
 
 def _select_letters(
     settings: KafkaSettings, source: DeadLetterSource, offsets: set[int] | None, *, include_answered: bool
-) -> ReplayResult:
+) -> ResendResult:
     offset_by_content: dict[bytes, int] = {}  # by SHA-256 of key and value, the first dead letter that has them
     existing, truncated, answered, duplicates = set(), [], [], []
     for letter in list_dead_letters(settings, source):
@@ -227,14 +227,14 @@ def _select_letters(
         else:
             raise DeadLetterError(
                 f"the dead letter at offset {letter.offset} of {letter.queue} had {letter.size} bytes and was truncated"
-                f" to {len(letter.value or b'')}, so it cannot be replayed"
+                f" to {len(letter.value or b'')}, so it cannot be resent"
             )
     if missing := sorted((offsets or set()) - existing):
         raise DeadLetterError(
             f"there is no dead letter at offset {', '.join(map(str, missing))} of {settings.topic(DLQ_TOPICS[source])};"
             " `gracestream dlq list` shows those that are there"
         )
-    return ReplayResult(sorted(offset_by_content.values()), truncated, answered, duplicates)
+    return ResendResult(sorted(offset_by_content.values()), truncated, answered, duplicates)
 
 
 def _was_answered(letter: DeadLetter, source: DeadLetterSource) -> bool:

@@ -14,7 +14,7 @@ from gracestream.pipeline.model.layers import enclosing_blocks
 
 
 class ActivationCache:
-    """Outputs of the modules that run before the edited layer, recorded in one forward pass and replayed in later ones.
+    """Outputs of the modules that run before the edited layer, recorded in one forward pass and reused in later ones.
 
     Cached are the outputs of:
 
@@ -22,7 +22,7 @@ class ActivationCache:
     2. modules that run exactly once in the edited layer's own block, before that layer;
     3. the edited layer itself, whose output the injected value overwrites at the same tokens in every pass.
 
-    None of them depends on the injected value. Outputs are copied when they are recorded and when they are replayed,
+    None of them depends on the injected value. Outputs are copied when they are recorded and when they are reused,
     because some models add to a module's output in place.
 
     Not promised: that a model computes the same with a cache. `SuffixRunner` verifies that on a probe.
@@ -118,7 +118,7 @@ class ActivationCache:
         return {module for module, output in main_outputs.items() if len(output) == 1}
 
     @contextmanager
-    def replay(self) -> Iterator[None]:
+    def reuse(self) -> Iterator[None]:
         """Inside this context, forward passes return the cached outputs instead of running the cached modules.
 
         The input must be that of the recorded pass, reduced like the cache (`slice_tokens`, `select_rows`).

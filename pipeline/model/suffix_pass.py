@@ -270,7 +270,7 @@ class SuffixRunner:
     def _edited_logits(self, suffix: SuffixPass, values_BV: Tensor) -> list[Tensor]:
         """The logits (L, C) of each row at its label's positions, with its value in place."""
         cls_only = nullcontext() if suffix.cls_attention is None else suffix.cls_attention.enabled()
-        with suffix.activations.replay(), cls_only, self._adaptor.inject(suffix.target_pass.batch, values_BV):
+        with suffix.activations.reuse(), cls_only, self._adaptor.inject(suffix.target_pass.batch, values_BV):
             return self._task.logits(suffix.target_pass)
 
     def check_value(self, suffix: SuffixPass, value_V: Tensor) -> TargetCheck:

@@ -295,8 +295,8 @@ def test_the_same_stream_gives_the_same_deltas_byte_for_byte(backend: Backend, k
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_retrained_history_gives_its_deltas_byte_for_byte(backend: Backend, kind: str) -> None:
-    """As in `replay --retrain`, with another copy of the model; decisions repeated by an undo, too."""
+def test_a_reproduced_history_gives_its_deltas_byte_for_byte(backend: Backend, kind: str) -> None:
+    """As in `replay --reproduce`, with another copy of the model; decisions repeated by an undo, too."""
     reproduce = pytest.importorskip(
         "gracestream.pipeline.history.reproduce",
         reason="retraining needs the packages of a worker: `pip install .`",

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from gracestream.pipeline.codebook.edit_memory import merge_contexts
-from gracestream.pipeline.editing.candidate import ReplayContext
+from gracestream.pipeline.editing.candidate import RecordedInputs
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.exceptions import decide_exception
@@ -112,7 +112,7 @@ def without(story: Story, gone: set[str], *, keep_contexts: bool = True) -> Stor
     made = Story(EditEngine(story.engine.model, CODEBOOK, story.engine.config))
     causes = [delta.cause for delta in map(decode_delta, story.deltas) if delta.cause is not UNSET]
     contexts = {cause.feedback_id: cause.context for cause in causes if cause.context is not UNSET}
-    for name, later in story.engine.memory.replay_contexts.items():
+    for name, later in story.engine.memory.repeated_contexts.items():
         contexts[name] = merge_contexts(contexts[name], later)
     for one in story.steps:
         if isinstance(one, EditConfig):
@@ -125,7 +125,7 @@ def without(story: Story, gone: set[str], *, keep_contexts: bool = True) -> Stor
                 made.apply(edited.delta_record)
         elif feedback.is_correction and feedback.feedback_id not in gone:
             edited = made.engine.edit(
-                feedback, one, ReplayContext(contexts[feedback.feedback_id]) if keep_contexts else None
+                feedback, one, RecordedInputs(contexts[feedback.feedback_id]) if keep_contexts else None
             )
             if edited.delta_record is None:
                 # It is too near an input with a confirmed answer, which the removed feedback had corrected.

@@ -114,7 +114,7 @@ class Recorded:
         """What stands on `edits` of decisions that left no delta."""
         return [found for found in map(parse_no_change, self.edits) if found is not None]
 
-    def retrained(self, deltas: int | None = None) -> ReproductionRun:
+    def reproduced(self, deltas: int | None = None) -> ReproductionRun:
         """All of it, or as far as so many records of `deltas` go."""
         engine = self.engine
         made = ReproductionRun(

@@ -1,4 +1,4 @@
-"""A codebook's history made by hand, record by record: for replicas and replay, without an editor or a model."""
+"""A codebook's history, written record by record without an editor or a model, for tests of replicas and replay."""
 
 from collections.abc import Sequence
 from typing import Any

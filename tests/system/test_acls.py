@@ -218,7 +218,7 @@ class TestCommands:
             editor.start()
             editor.wait_ready()
             assert editor.state()["role"] == "leading"
-            assert status_of(run("dlq", "replay", "feedback", "--all", settings=resender)) == 0
+            assert status_of(run("dlq", "resend", "feedback", "--all", settings=resender)) == 0
             wait_until(lambda: len(records(operator, "feedback.dlq")) == 2, what="the letter that comes back")
             assert editor.stop() == 0
 

@@ -1,4 +1,4 @@
-"""Chats through the running system: asked, corrected, signed, undone, replayed, dead-lettered where they are bad."""
+"""Chats through the running system: asked, corrected, signed, undone, replayed, and dead-lettered if invalid."""
 
 import json
 import secrets
@@ -155,7 +155,7 @@ def test_the_history_prints_chats(corrected: System, run: Run) -> None:
 
 
 def test_training_anew_gives_the_recorded_history_bit_for_bit(corrected: System, run: Run) -> None:
-    (report,) = lines(run("replay", "--retrain", "--json", settings=corrected.settings))
+    (report,) = lines(run("replay", "--reproduce", "--json", settings=corrected.settings))
     assert report["decisions"] >= 3
     assert report["first_difference"] is None
     assert report["digest"] == report["recorded_digest"]

@@ -178,9 +178,9 @@ class TestTraffic:
         assert [answer["edit"]["entry_id"] for answer in entries] == ["words", "words#1", "words#2"]
         assert answers() == ["museum"] * 3
         replayed = run("replay", "--json", settings=running)
-        retrained = run("replay", "--retrain", "--json", settings=running)
-        assert status_of(retrained) == 0, retrained.stderr()
-        assert lines(replayed.stdout())[0]["state_digest"] == lines(retrained.stdout())[0]["state_digest"]
+        reproduced = run("replay", "--reproduce", "--json", settings=running)
+        assert status_of(reproduced) == 0, reproduced.stderr()
+        assert lines(replayed.stdout())[0]["state_digest"] == lines(reproduced.stdout())[0]["state_digest"]
         listed = lines(run("corrections", settings=running).stdout())
         assert [one["rephrases"] for one in listed if one["feedback_id"] == "words"] == [texts[1:]]
         seq = outcome["seq"]

@@ -230,7 +230,7 @@ def test_what_libraries_log_while_kafka_is_away_is_not_what_a_command_says(
         sender.send(settings.kafka.topic("requests.dlq"), value=b"%0100d" % number, partition=0)
     sender.close()
     reader = Command(
-        "reader", ["dlq", "replay", "requests", "--all", "--dry-run"], tmp_path,
+        "reader", ["dlq", "resend", "requests", "--all", "--dry-run"], tmp_path,
         sabotage=functools.partial(halting, tmp_path), **as_given(settings),
     )  # fmt: skip
     reader.start()

@@ -116,7 +116,7 @@ class TestLetters:
         printed = run("dlq", "list", "feedback", "--json", settings=deployment).stdout()
         listed = [json.loads(line) for line in printed.splitlines()]
         assert [(letter["value"], letter["reason"]) for letter in listed] == [("1", "true"), ("2", "")]
-        run("dlq", "replay", "feedback", "--all", settings=deployment)
+        run("dlq", "resend", "feedback", "--all", settings=deployment)
         assert [record.value for record in records(deployment, "feedback")] == [b"1", b"2"]
 
 
@@ -163,7 +163,7 @@ class TestReplay:
         self, run: Callable[..., Command], deployment: Settings
     ) -> None:
         set_aside(deployment, "requests", b"one", b"\xff two", None, key=b"\x00key")
-        command = run("dlq", "replay", "requests", "--offset", "1", "--offset", "2", settings=deployment)
+        command = run("dlq", "resend", "requests", "--offset", "1", "--offset", "2", settings=deployment)
         assert command.stdout() == f"sent 2 to {deployment.kafka.topic('requests')}\n", command.stderr()
         sent = {headers_of(record)["replayed_from"]: record for record in records(deployment, "requests")}
         assert sent.keys() == {"requests.dlq/1", "requests.dlq/2"}
@@ -176,24 +176,24 @@ class TestReplay:
         self, run: Callable[..., Command], deployment: Settings
     ) -> None:
         set_aside(deployment, "feedback", b"one", b"two", b"one", b"one")
-        command = run("dlq", "replay", "feedback", "--all", settings=deployment)
+        command = run("dlq", "resend", "feedback", "--all", settings=deployment)
         expected = f"sent 2 to {deployment.kafka.topic('feedback')}; left out 2, each equal to a letter that was sent\n"
         assert command.stdout() == expected, command.stderr()
         assert [record.value for record in records(deployment, "feedback")] == [b"one", b"two"]
 
     def test_a_dry_run_sends_nothing(self, run: Callable[..., Command], deployment: Settings) -> None:
         set_aside(deployment, "requests", b"one")
-        command = run("dlq", "replay", "--all", "--dry-run", settings=deployment)
+        command = run("dlq", "resend", "--all", "--dry-run", settings=deployment)
         names = [deployment.kafka.topic(source) for source in ("requests", "feedback")]
         assert command.stdout() == f"would send 1 to {names[0]}\nwould send 0 to {names[1]}\n"
         assert records(deployment, "requests") == []
 
     def test_one_that_was_cut_is_never_sent(self, run: Callable[..., Command], deployment: Settings) -> None:
         set_aside(deployment, "requests", b"one", b"x" * (MAX_UNTRUNCATED_BYTES + 1))
-        said = sentence(run("dlq", "replay", "requests", "--offset", "0", "--offset", "1", settings=deployment))
+        said = sentence(run("dlq", "resend", "requests", "--offset", "0", "--offset", "1", settings=deployment))
         assert f"offset 1 of requests.dlq had {MAX_UNTRUNCATED_BYTES + 1} bytes and was truncated" in said
         assert records(deployment, "requests") == [], "all or nothing"
-        command = run("dlq", "replay", "requests", "--all", settings=deployment)
+        command = run("dlq", "resend", "requests", "--all", settings=deployment)
         assert (
             command.stdout() == f"sent 1 to {deployment.kafka.topic('requests')}; 1 is truncated and cannot be sent\n"
         )
@@ -203,7 +203,7 @@ class TestReplay:
     ) -> None:
         large = random.Random(0).randbytes(MAX_UNTRUNCATED_BYTES)  # with what surrounds it, more than Kafka takes
         set_aside(deployment, "requests", b"one", large, b"x" * len(large))
-        command = run("dlq", "replay", "requests", "--all", settings=deployment)
+        command = run("dlq", "resend", "requests", "--all", settings=deployment)
         expected = f"sent 2 to {deployment.kafka.topic('requests')}; larger than the topic allows: those at offset 1\n"
         assert (status_of(command), command.stdout()) == (1, expected)
         assert sorted(len(record.value) for record in records(deployment, "requests")) == [3, len(large)]
@@ -220,13 +220,13 @@ class TestReplay:
         assert "the limit is" in letter.reason
         with Forked("lenient", "infer", deployment, folder) as replica, users.client.predictions() as replies:
             replica.wait_ready(90)
-            left_out = run("dlq", "replay", "requests", "--all", settings=deployment)
+            left_out = run("dlq", "resend", "requests", "--all", settings=deployment)
             assert left_out.stdout() == (
                 f"sent 0 to {deployment.kafka.topic('requests')}; left out 1 whose sender got an error reply"
                 " (--answered sends them too)\n"
             )
             assert len(records(deployment, "requests")) == 1
-            assert status_of(run("dlq", "replay", "requests", "--all", "--answered", settings=deployment)) == 0
+            assert status_of(run("dlq", "resend", "requests", "--all", "--answered", settings=deployment)) == 0
             assert replies.wait(["long"], 30)["long"].outputs
 
     def test_one_that_is_named_by_its_offset_is_sent_though_it_was_answered(
@@ -235,11 +235,11 @@ class TestReplay:
         with_id = b'{"v": 1, "request_id": "known", "inputs": 3}'
         set_aside(deployment, "requests", with_id, b"without an id")
         set_aside(deployment, "feedback", b'{"v": 1, "feedback_id": "known", "request_id": "known"}')
-        assert run("dlq", "replay", "--all", settings=deployment).stdout() == (
+        assert run("dlq", "resend", "--all", settings=deployment).stdout() == (
             f"sent 1 to {deployment.kafka.topic('requests')}; left out 1 whose sender got an error reply"
             f" (--answered sends them too)\nsent 1 to {deployment.kafka.topic('feedback')}\n"
         )
-        run("dlq", "replay", "requests", "--offset", "0", settings=deployment)
+        run("dlq", "resend", "requests", "--offset", "0", settings=deployment)
         assert {record.value for record in records(deployment, "requests")} == {b"without an id", with_id}
 
     @pytest.mark.parametrize(
@@ -255,16 +255,16 @@ class TestReplay:
     def test_what_cannot_be_done_is_one_sentence(
         self, run: Callable[..., Command], deployment: Settings, arguments: list[str], complaint: str
     ) -> None:
-        assert complaint in sentence(run("dlq", "replay", *arguments, settings=deployment))
+        assert complaint in sentence(run("dlq", "resend", *arguments, settings=deployment))
 
-    @pytest.mark.parametrize("command", [["list"], ["replay", "--all"]])
+    @pytest.mark.parametrize("command", [["list"], ["resend", "--all"]])
     def test_a_deployment_without_topics_is_told_how_to_make_them(
         self, run: Callable[..., Command], kafka: str, redis_url: str, prefix: str, command: list[str]
     ) -> None:
         settings = settings_for(kafka, redis_url, prefix, startup_timeout=5)
         assert "gracestream topics" in sentence(run("dlq", *command, settings=settings))
 
-    @pytest.mark.parametrize("command", [["list"], ["replay", "--all"]])
+    @pytest.mark.parametrize("command", [["list"], ["resend", "--all"]])
     def test_kafka_out_of_reach(self, run: Callable[..., Command], command: list[str]) -> None:
         address = f"127.0.0.1:{find_free_port()}"
         assert f"Kafka at {address} does not answer" in sentence(run("dlq", *command, kafka=address, startup_timeout=2))

@@ -84,9 +84,9 @@ def test_one_command_makes_requests_exceptions_for_good(running: Running) -> Non
     assert state["exceptions"] == 2
     (replayed,) = running.lines("replay", "--json")
     assert replayed["state_digest"] == state["state_digest"]
-    (retrained,) = running.lines("replay", "--retrain", "--json")
-    assert retrained["first_difference"] is None
-    assert retrained["same_records"] == 3
+    (reproduced,) = running.lines("replay", "--reproduce", "--json")
+    assert reproduced["first_difference"] is None
+    assert reproduced["same_records"] == 3
     (branched,) = running.lines("replay", "--to", f"{running.settings.kafka.topic_prefix}b-", "--json")
     assert branched["copied_digest"] == replayed["digest"]
     with Forked("late", "infer", running.settings, running.folder) as late:

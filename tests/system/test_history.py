@@ -150,7 +150,7 @@ def test_corrections_that_held_earlier_are_told_and_those_that_were_undone_are_n
 
 
 def test_training_anew_gives_the_recorded_history_bit_for_bit(story: Running, run: Run) -> None:
-    (report,) = lines(run("replay", "--retrain", "--json", settings=story.settings))
+    (report,) = lines(run("replay", "--reproduce", "--json", settings=story.settings))
     assert report["same_records"] >= 6
     assert report["same_without_delta"] == len(
         [one for one in outcomes_in_log(story.settings) if one.status == "rejected"]
@@ -162,7 +162,7 @@ def test_training_anew_gives_the_recorded_history_bit_for_bit(story: Running, ru
 
 def test_training_anew_up_to_a_delta_with_the_queries_that_the_history_names(story: Running, run: Run) -> None:
     unset = story.settings.replace(query_source="auto")
-    (report,) = lines(run("replay", "--retrain", "--seq", "3", "--json", settings=unset))
+    (report,) = lines(run("replay", "--reproduce", "--seq", "3", "--json", settings=unset))
     assert (report["seq"], report["decisions"], report["same_records"]) == (3, 2, 2)
 
 
@@ -179,7 +179,7 @@ def test_a_history_of_the_layers_queries_names_the_setting_that_serves_it(story:
 
 def test_training_anew_tries_what_was_rejected_again(story: Running, run: Run) -> None:
     """It is met before what came after it, and ends the retraining."""
-    ended = run("replay", "--retrain", "--json", settings=story.settings, max_input_tokens=48)
+    ended = run("replay", "--reproduce", "--json", settings=story.settings, max_input_tokens=48)
     assert status_of(ended) == 1
     report = json.loads(ended.stdout())
     assert report["first_difference"] == (
@@ -217,7 +217,7 @@ def test_training_anew_ends_at_the_first_decision_that_differs(
     prefix = f"differs-{secrets.token_hex(4)}-"
     there = rewritten(story, prefix, lambda change: msgspec.structs.replace(change, **how), **fields)
     branched = f"{there.kafka.topic_prefix}branch-"
-    ended = run("replay", "--retrain", "--to", branched, "--json", settings=there)
+    ended = run("replay", "--reproduce", "--to", branched, "--json", settings=there)
     assert status_of(ended) == 1
     report = json.loads(ended.stdout())
     assert report["first_difference"] == f"delta 3 (feedback 'second', offset 1): {difference}"
@@ -235,7 +235,7 @@ def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, ru
 
     there = rewritten(story, "altered-", altered)
     mended = there.replace(topic_prefix=f"{there.kafka.topic_prefix}mended-")
-    (report,) = lines(run("replay", "--retrain", "--to", mended.kafka.topic_prefix, "--json", settings=there))
+    (report,) = lines(run("replay", "--reproduce", "--to", mended.kafka.topic_prefix, "--json", settings=there))
     assert (report["decisions"], report["same_decisions"], report["same_records"]) == (4, 4, 3)
     assert report["value_difference"] == pytest.approx(0.25, abs=1e-4)
     assert report["first_difference"] is None
@@ -246,9 +246,9 @@ def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, ru
     assert (ours.digest, ours.state_digest()) == (theirs.digest, theirs.state_digest())
 
 
-@pytest.mark.parametrize("retrain", [[], ["--retrain"]])
+@pytest.mark.parametrize("reproduce", [[], ["--reproduce"]])
 def test_what_a_fenced_editor_left_is_neither_trained_anew_nor_copied(
-    story: Running, run: Run, prefix: str, retrain: list[str]
+    story: Running, run: Run, prefix: str, reproduce: list[str]
 ) -> None:
     there, copy = (story.settings.replace(topic_prefix=prefix + name) for name in ("fenced-", "copy-"))
     create_topics(there.kafka, partitions=4, replication=1)
@@ -261,15 +261,15 @@ def test_what_a_fenced_editor_left_is_neither_trained_anew_nor_copied(
             log.write(feedback.value, "feedback")
         for delta in (*before, lead_record, left, again_record):
             log.write(delta)
-    (report,) = lines(run("replay", *retrain, "--to", copy.kafka.topic_prefix, "--json", settings=there))
+    (report,) = lines(run("replay", *reproduce, "--to", copy.kafka.topic_prefix, "--json", settings=there))
     assert report["digest"] == report["copied_digest"] == again.digest.hex()
-    assert report.get("decisions") == report.get("same_records") == (4 if retrain else None)
+    assert report.get("decisions") == report.get("same_records") == (4 if reproduce else None)
     assert [record.value for record in records(copy, "deltas")] == [*before, lead_record, again_record]
 
 
 def test_a_history_is_not_trained_anew_on_another_model(story: Running, run: Run) -> None:
     other = story.settings.replace(layer="model.layers[0].mlp.up_proj")
-    assert "the history is of model" in sentence(run("replay", "--retrain", settings=other))
+    assert "the history is of model" in sentence(run("replay", "--reproduce", settings=other))
 
 
 def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_from_it(
@@ -382,7 +382,7 @@ def test_an_entry_tells_who_made_it_changed_it_and_hits_it(story: Running, run: 
     assert "undoes" in run("inspect", settings=story.settings).stdout()
 
 
-def test_what_waited_is_trained_together_and_retrained_to_the_bit(
+def test_what_waited_is_trained_together_and_reproduced_to_the_bit(
     deploy: Callable[..., Settings], run: Run, folder: Path, users_of: Callable[[Settings], Users]
 ) -> None:
     settings = deploy("llama", f"t{secrets.token_hex(4)}-", edit_batch_size=4)
@@ -396,7 +396,7 @@ def test_what_waited_is_trained_together_and_retrained_to_the_bit(
     batches = {delta.cause.together for delta in deltas if delta.cause is not UNSET} - {()}
     assert batches
     assert max(map(len, batches)) <= 4
-    (report,) = lines(run("replay", "--retrain", "--json", settings=settings))
+    (report,) = lines(run("replay", "--reproduce", "--json", settings=settings))
     assert report["first_difference"] is None
     assert report["decisions"] == report["same_decisions"] == len(given) + 1
     assert report["same_records"] + report["same_without_delta"] == report["decisions"]

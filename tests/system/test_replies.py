@@ -131,7 +131,7 @@ class TestTooLarge:
         assert dict(left.headers)["unanswered"] == b"true"
         assert "unanswered" not in dict(kept.headers)
         assert service.found("predictions", silent) == []
-        assert status_of(run("dlq", "replay", "requests", "--all", settings=service.settings)) == 0
+        assert status_of(run("dlq", "resend", "requests", "--all", settings=service.settings)) == 0
         sent = {dict(one.headers).get("replayed_from") for one in records(service.settings, "requests")}
         assert f"requests.dlq/{left.offset}".encode() in sent
         assert f"requests.dlq/{kept.offset}".encode() not in sent

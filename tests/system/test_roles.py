@@ -1,4 +1,4 @@
-"""Roles: who may propose and who may take back, in an editor that does not require signatures, and in a replay."""
+"""Roles: who may propose and who may undo, in an editor that requires no signatures, and in a reproduction."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def test_nobody_takes_back_what_his_role_does_not_allow_also_when_roles_change(
     assert refused(running, unsigned("u5", undo=anns.feedback_id, author="ann"), by_ann + "by 'ann', not signed")
     assert running.send(signed("carl", PROMPTS[2], CARL))[0].status == "added"
     assert running.deltas() == 5
-    replayed = run("replay", "--retrain", "--json", settings=running.settings, authors_file="", within=180)
+    replayed = run("replay", "--reproduce", "--json", settings=running.settings, authors_file="", within=180)
     assert status_of(replayed) == 0, replayed.stderr()
     found = json.loads(replayed.stdout())
     assert found["first_difference"] is None

@@ -1,4 +1,4 @@
-"""Replay: a signed record that is sent again has an outcome and no effect, whatever became of it the first time."""
+"""A copy of a signed record has an outcome and no effect, whatever the outcome of the original."""
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""`dlq list` and `dlq replay`: listing dead letters, and sending them again."""
+"""`dlq list` and `dlq resend`: list dead letters, and send their records again."""
 
 import base64
 from datetime import UTC, datetime
@@ -13,7 +13,7 @@ from gracestream.pipeline.kafka import (
     DeadLetterError,
     DeadLetterSource,
     list_dead_letters,
-    replay_dead_letters,
+    resend_dead_letters,
 )
 from gracestream.workers.cli.common import (
     MAX_CELL_CHARACTERS,
@@ -43,7 +43,7 @@ dlq = typer.Typer(
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     dlq.command("list")(print_dead_letters)
-    dlq.command("replay")(resend_dead_letters)
+    dlq.command("resend")(resend)
     app.add_typer(dlq, name="dlq", rich_help_panel="Traffic")
 
 
@@ -78,7 +78,7 @@ def print_dead_letters(
     print_table(table)
 
 
-def resend_dead_letters(
+def resend(
     of: SourceArgument = None,
     offset: Annotated[list[int] | None, typer.Option(min=0, help="Offset of a dead letter; may be repeated.")] = None,
     every: Annotated[
@@ -96,18 +96,18 @@ def resend_dead_letters(
     The letters stay in their queue. Of equal letters only the first is sent, so a letter that comes back is not
     multiplied. With --all a request whose sender got an error reply is left out: the sender may have asked again. An
     invalid record becomes a dead letter again: correct it (`dlq list --json`) and use `send` or `correct`.
-    Example: gracestream dlq replay requests --offset 17 --offset 18
+    Example: gracestream dlq resend requests --offset 17 --offset 18
     """
     if every == bool(offset):
         raise DeadLetterError("name the dead letters: --offset, which may be repeated, or --all")
     if offset and of is None:
-        raise DeadLetterError("name the source of the offset: `dlq replay requests` or `dlq replay feedback`")
+        raise DeadLetterError("name the source of the offset: `dlq resend requests` or `dlq resend feedback`")
     if answered and not every:
         raise DeadLetterError("--answered needs --all; a letter named by its --offset is sent in any case")
     settings = connect(kafka=kafka, topic_prefix=prefix)
     any_too_large = False
     for source in _selected_sources(of):
-        result = replay_dead_letters(settings.kafka, source, offset, include_answered=answered, dry_run=dry_run)
+        result = resend_dead_letters(settings.kafka, source, offset, include_answered=answered, dry_run=dry_run)
         summary = f"{'would send' if dry_run else 'sent'} {len(result.sent)} to {settings.kafka.topic(source)}"
         if result.answered:
             summary += f"; left out {len(result.answered)} whose sender got an error reply (--answered sends them too)"

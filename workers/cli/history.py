@@ -56,7 +56,9 @@ def replay(
     seq: Annotated[int | None, typer.Option(min=0, help="Up to this delta; default: all.")] = None,
     at: Annotated[str | None, typer.Option(help="Up to this time by Kafka's clock (default zone: UTC).")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the codebook to this safetensors file.")] = None,
-    retrain: Annotated[bool, typer.Option("--retrain", help="Decide and train again, and compare.")] = False,
+    reproduce: Annotated[
+        bool, typer.Option("--reproduce", help="Make each decision again, training included, and compare.")
+    ] = False,
     to: Annotated[str | None, typer.Option(help="Branch the history: copy it to topics with this prefix.")] = None,
     to_codebook: Annotated[
         str | None, typer.Option(help="Name of the codebook in the copy; default: the same.")
@@ -72,10 +74,10 @@ def replay(
 ) -> None:
     """Replay `deltas` into a codebook, checking every digest, and describe the codebook.
 
-    The digest is the one that replicas report on /state. With --retrain the model decides and trains again on all
+    The digest is the one that replicas report on /state. With --reproduce the model decides and trains again on all
     feedback that the editor decided on, including rejected feedback; the first decision that differs is reported, with
-    exit status 1. Feedback that could not be read, or was refused by signatures or limits, is left out.
-    With --to the history (with --retrain the retrained one) is copied, so that an editor with that prefix continues
+    exit status 1. Feedback that could not be read, or was rejected by signatures or limits, is left out.
+    With --to the history (with --reproduce the reproduced one) is copied, so that an editor with that prefix continues
     from there.
     Example: gracestream replay --seq 41 --output codebook.safetensors
     """
@@ -87,7 +89,7 @@ def replay(
     until = None if at is None else _parse_time(at, "is not a time")
     settings = connect(kafka=kafka, topic_prefix=prefix, model=model, layer=layer)
     records: list[bytes] = []
-    keep_records = retrain or to is not None
+    keep_records = reproduce or to is not None
     codebook = replay_deltas(
         settings.kafka, seq, until, lambda record, *_: records.append(record) if keep_records else None
     )
@@ -95,7 +97,7 @@ def replay(
         raise UserError(NO_DELTAS_MESSAGE)
     fields = codebook.describe()
     status = 0
-    if retrain:
+    if reproduce:
         codebook, records, comparison = _reproduce(settings, records)
         fields = {**codebook.describe(), "recorded_digest": fields["digest"], **comparison}
         status = int(comparison["first_difference"] is not None)

@@ -17,7 +17,7 @@ from msgspec import UNSET
 from gracestream.pipeline.codebook.codebook import Label
 from gracestream.pipeline.codebook.edit_memory import UNEDITED_MODEL
 from gracestream.pipeline.codebook.lookup import Hit, serving_hit
-from gracestream.pipeline.editing.candidate import DraftValue, ReplayContext
+from gracestream.pipeline.editing.candidate import DraftValue, RecordedInputs
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.result import EditResult, make_correction
@@ -135,7 +135,7 @@ def decide_with_given_value(engine: EditEngine, feedback: Feedback, offset: int,
     )
     value_V = examined.layer_output_V.cpu().numpy()
     given = (
-        ReplayContext(context, value_V=value_V),
+        RecordedInputs(context, value_V=value_V),
         DraftValue(TrainedValue(value_V, 0, examined.target_check, converged=True), (), examined),
     )
     return seconds.measure("edit", lambda: engine.edit(feedback, offset, *given))

@@ -13,7 +13,7 @@ from msgspec import UNSET
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.compare import EditState
 from gracestream.pipeline.codebook.edit_memory import EditMemory, merge_contexts
-from gracestream.pipeline.editing.candidate import ReplayContext
+from gracestream.pipeline.editing.candidate import RecordedInputs
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.undo import undo
 from gracestream.schemas.deltas import DecisionContext, Delta, decode_delta
@@ -100,13 +100,13 @@ def _serving_entries(engine: EditEngine) -> dict[str, tuple[str, bytes]]:
     return {name: (memory.serving_entry_id(name), memory.query(name).tobytes()) for name in memory.feedback_ids}
 
 
-def _recorded_context(delta: Delta, memory: EditMemory) -> ReplayContext:
+def _recorded_context(delta: Delta, memory: EditMemory) -> RecordedInputs:
     """The recorded inputs of the decision behind a delta, its query, and its value if it had an own one."""
     cause = delta.cause
     assert cause is not UNSET
     assert cause.context is not UNSET
     context: DecisionContext = cause.context
-    if (later := memory.replay_contexts.get(cause.feedback_id)) is not None:
+    if (later := memory.repeated_contexts.get(cause.feedback_id)) is not None:
         context = merge_contexts(context, later)
     own_entry = next((change for change in delta.entries if change.entry_id == cause.entry_id), None)
     query_D: np.ndarray | None = None
@@ -115,7 +115,7 @@ def _recorded_context(delta: Delta, memory: EditMemory) -> ReplayContext:
     elif own_entry is not None and own_entry.key is not UNSET:
         query_D = own_entry.key.array()
     value_V = None if own_entry is None or own_entry.value is UNSET or delta.op == "expand" else own_entry.value.array()
-    return ReplayContext(context, query_D, value_V)
+    return RecordedInputs(context, query_D, value_V)
 
 
 def _apply_seconds(codebook: Codebook, history: LoggedHistory) -> float:

@@ -274,11 +274,11 @@ def history() -> Recorded:
     return made
 
 
-def test_a_history_of_batches_is_retrained_to_the_bit() -> None:
+def test_a_history_of_batches_is_reproduced_to_the_bit() -> None:
     made = history()
     compositions = [cause(decode_delta(record)).together for record in made.deltas[1:]]
     assert (0, 1, 2, 3) in compositions
-    again = made.retrained()
+    again = made.reproduced()
     assert again.report.first_difference is None
     assert again.records == made.deltas
     assert again.report.decisions == again.report.same_decisions

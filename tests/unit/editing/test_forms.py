@@ -271,7 +271,7 @@ def test_waiting_corrections_are_trained_on_for_their_forms_together() -> None:
 
 
 @pytest.mark.parametrize("plan", [PLAN, ONE_PROMPT])
-def test_a_history_with_forms_is_retrained_to_the_bit(plan: EditConfig) -> None:
+def test_a_history_with_forms_is_reproduced_to_the_bit(plan: EditConfig) -> None:
     """Some corrections waited together, and one came alone; the plan of a term says whether forms are trained on."""
     made = Recorded(plan, model=chatty)
     *waiting, last = given_feedback()
@@ -283,7 +283,7 @@ def test_a_history_with_forms_is_retrained_to_the_bit(plan: EditConfig) -> None:
     assert any(delta.cause is not UNSET and len(delta.cause.together) > 1 for delta in deltas)
     assert deltas[0].environment is not UNSET
     assert deltas[0].environment["forms"] == str(plan.train_prompt_forms)
-    again = made.retrained()
+    again = made.reproduced()
     assert again.report.other_environment == {}
     assert again.report.first_difference is None
     assert again.records == made.deltas

@@ -193,9 +193,9 @@ def test_a_history_with_rephrases_comes_out_again_byte_for_byte() -> None:
     made.undo("u", "a")
     correct("d", (-4, -4), 0, (-5, -5), (0, 9))
     made.undo("v", "u")
-    retrained = made.retrained()
-    assert retrained.report.first_difference is None
-    assert retrained.records == made.deltas
+    reproduced = made.reproduced()
+    assert reproduced.report.first_difference is None
+    assert reproduced.records == made.deltas
 
 
 def test_values_that_are_trained_together_and_on_for_rephrases_come_out_again() -> None:
@@ -208,7 +208,7 @@ def test_values_that_are_trained_together_and_on_for_rephrases_come_out_again() 
     assert [outcome and (outcome.status, outcome.left_out) for outcome in outcomes] == [("added", ())] * 3
     causes = [decode_delta(record).cause for record in made.deltas[1:]]
     assert [cause is not UNSET and cause.together for cause in causes] == [(0, 1, 2)] * 3
-    assert made.retrained().records == made.deltas
+    assert made.reproduced().records == made.deltas
 
 
 def test_a_delta_without_an_outcome_names_what_it_left_out() -> None:
@@ -228,7 +228,7 @@ def test_a_rephrase_that_is_served_otherwise_now_is_a_difference() -> None:
     (key,) = delta.cause.rephrases
     made.rewrite(2, cause=delta.cause.__class__(**fields_of(delta.cause) | {"rephrases": (key, key)}))  # type: ignore[arg-type]
     assert "it was served by ('a', (), 'a#1', 'a#1') and is by ('a', (), 'a#1') now" in str(
-        made.retrained().report.first_difference
+        made.reproduced().report.first_difference
     )
 
 

@@ -1,4 +1,4 @@
-"""Roles: nobody takes back what he may not, neither directly nor by what follows, and a replay decides the same."""
+"""Roles: no author undoes feedback without the right, directly or indirectly, and a reproduction decides the same."""
 
 from typing import Any
 
@@ -193,7 +193,7 @@ class TestReplay:
         assert send("x", "bob", inputs=at(5, 5), target="1") == "added"
         authors.clear()
         assert history.undo("y", "x").status == "rejected"
-        compared = history.retrained().report
+        compared = history.reproduced().report
         assert compared.first_difference is None
         assert (compared.same_records, compared.same_without_delta) == (4, 4)
         assert history.engine.memory.signed_ids == {"a", "u", "v", "x"}
@@ -208,7 +208,7 @@ class TestReplay:
         history.rewrite(
             3, cause=type(cause)(feedback_id="u", offset=1, author="ann", undoes=("a",), standing=UNSIGNED_STANDING)
         )
-        found = str(history.retrained().report.first_difference)
+        found = str(history.reproduced().report.first_difference)
         assert "it is rejected now: feedback 'a' is by 'ann', signed, and this undo is by 'ann', not signed" in found
 
 

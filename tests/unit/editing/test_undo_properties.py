@@ -172,7 +172,7 @@ def test_after_an_undo_the_codebook_equals_a_replay_without_that_feedback() -> N
         if not any(isinstance(step, tuple) and len(step) == 2 for step in stream):
             assert_same(story, without(story, gone, keep_contexts=False))  # there was no traffic to be seen
         gone_by_kind.update(did[name] for name in gone if name in did)
-        decided_again += len(story.engine.memory.replay_contexts)
+        decided_again += len(story.engine.memory.repeated_contexts)
 
     check()
     assert gone_by_kind.keys() >= KINDS, "each kind of decision is undone under both policies"
@@ -195,6 +195,6 @@ def test_folding_the_log_gives_the_codebook_and_the_memory_after_undos(
         folded.apply(record)
     assert_same(Story(folded), story)
     assert folded.memory.undo_targets == story.engine.memory.undo_targets
-    assert folded.memory.replay_contexts == story.engine.memory.replay_contexts
+    assert folded.memory.repeated_contexts == story.engine.memory.repeated_contexts
     assert folded.memory.authors == story.engine.memory.authors
     assert folded.memory.rephrase_owners == story.engine.memory.rephrase_owners

@@ -41,14 +41,14 @@ def delta_at(history: Recorded, seq: int) -> Delta:
 
 
 def test_every_record_comes_out_again_without_the_traffic_of_its_time(history: Recorded) -> None:
-    retrained = history.retrained()
-    compared = retrained.report
-    assert retrained.records == history.deltas
+    reproduced = history.reproduced()
+    compared = reproduced.report
+    assert reproduced.records == history.deltas
     assert compared.decisions == compared.same_decisions == compared.same_records == len(history.deltas) - 1
     assert (compared.first_difference, compared.value_difference) == (None, 0.0)
     assert compared.other_environment == {}
-    assert retrained.codebook is not None
-    assert retrained.codebook.state_digest() == history.engine.codebook.state_digest()
+    assert reproduced.codebook is not None
+    assert reproduced.codebook.state_digest() == history.engine.codebook.state_digest()
 
 
 def test_a_value_that_differs_is_measured_and_the_decision_is_the_same(history: Recorded) -> None:
@@ -56,7 +56,7 @@ def test_a_value_that_differs_is_measured_and_the_decision_is_the_same(history: 
     assert isinstance(change.value, Tensor)
     value = change.value.array() + 0.25
     history.rewrite(2, entries=(msgspec.structs.replace(change, value=Tensor.from_array(value)),))
-    compared = history.retrained().report
+    compared = history.reproduced().report
     assert compared.first_difference is None
     assert compared.same_records == compared.decisions - 1
     assert compared.value_difference == pytest.approx(0.25)
@@ -73,22 +73,22 @@ def test_the_first_decision_that_differs_ends_it_and_is_named(
     history: Recorded, seq: int, fields: dict[str, Any], how: str
 ) -> None:
     history.rewrite(seq, **fields)
-    retrained = history.retrained()
-    assert how in str(retrained.report.first_difference)
-    assert retrained.report.same_decisions == seq - 2
-    assert len(retrained.records) == seq - 1
+    reproduced = history.reproduced()
+    assert how in str(reproduced.report.first_difference)
+    assert reproduced.report.same_decisions == seq - 2
+    assert len(reproduced.records) == seq - 1
 
 
 def test_a_correction_that_is_another_one_now_is_a_difference(history: Recorded) -> None:
     history.feedback[2] = make_correction("b", at(0.9, 0), "0")
-    found = str(history.retrained().report.first_difference)
+    found = str(history.reproduced().report.first_difference)
     assert found == "delta 4 (feedback 'b', offset 2): it changes 'b' to another target, or other fields of it"
 
 
 def test_a_correction_that_was_made_and_is_rejected_now_is_a_difference() -> None:
     history = Recorded(replace(PLAN, value_init="layer"), max_steps="0")
     history.correct("a", (0, 0), 1)
-    found = str(history.retrained().report.first_difference)
+    found = str(history.reproduced().report.first_difference)
     assert found.startswith("delta 2 (feedback 'a', offset 0): it is rejected now: no value was found in 0 steps; ")
 
 
@@ -111,17 +111,17 @@ def test_what_a_fenced_editor_left_in_the_log_changes_nothing() -> None:
         history.deltas.append(record)
     history.undo("u", "b")
     history.edits.append(fenced.edits[-1])
-    retrained = history.retrained()
-    assert retrained.records == [record for record in history.deltas if record not in left]
-    assert retrained.report.first_difference is None
-    assert retrained.report.decisions == retrained.report.same_records == 6
+    reproduced = history.reproduced()
+    assert reproduced.records == [record for record in history.deltas if record not in left]
+    assert reproduced.report.first_difference is None
+    assert reproduced.report.decisions == reproduced.report.same_records == 6
 
 
 def test_other_versions_are_named() -> None:
     history = Recorded(torch="1.0.0", unknown="x")
     history.correct("a", (0, 0), 1)
     torch_now = describe_environment(history.engine.model, PLAN)["torch"]
-    assert history.retrained().report.other_environment == {"torch": ("1.0.0", torch_now)}
+    assert history.reproduced().report.other_environment == {"torch": ("1.0.0", torch_now)}
 
 
 def test_a_term_is_decided_with_as_many_threads_as_its_editor_had() -> None:
@@ -129,11 +129,11 @@ def test_a_term_is_decided_with_as_many_threads_as_its_editor_had() -> None:
     history.correct("a", (0, 0), 1)
     own = torch.get_num_threads()
     try:
-        retrained = history.retrained()
+        reproduced = history.reproduced()
         assert torch.get_num_threads() == 3 != own
     finally:
         torch.set_num_threads(own)
-    assert retrained.report.other_environment == {}
+    assert reproduced.report.other_environment == {}
 
 
 def test_the_plan_of_a_term_is_read_back_from_its_lead_delta(history: Recorded) -> None:
@@ -159,10 +159,10 @@ def test_the_plan_of_a_term_is_read_back_from_its_lead_delta(history: Recorded) 
 def test_feedback_that_is_gone_is_a_fault(history: Recorded) -> None:
     del history.feedback[1]
     with pytest.raises(HistoryError, match="the feedback behind delta 3 is not there"):
-        history.retrained()
+        history.reproduced()
 
 
 def test_another_model_is_a_fault(history: Recorded) -> None:
     history.rewrite(1, model="0" * 64)
     with pytest.raises(HistoryError, match="the history is of model 000000000000"):
-        history.retrained()
+        history.reproduced()

@@ -25,14 +25,14 @@ def said_of(history: Recorded, plan: EditConfig) -> dict[str, str]:
 
 
 def assert_all_the_same(history: Recorded, fruitless: int) -> None:
-    compared = history.retrained().report
+    compared = history.reproduced().report
     assert compared.first_difference is None
     assert compared.same_without_delta == len(history.fruitless()) == fruitless
     assert compared.decisions == compared.same_decisions == compared.same_records + fruitless
 
 
 def first_difference(history: Recorded) -> str | None:
-    compared = history.retrained().report
+    compared = history.reproduced().report
     assert compared.decisions == compared.same_decisions + (compared.first_difference is not None)
     return compared.first_difference
 
@@ -206,7 +206,7 @@ def test_up_to_a_delta_it_is_what_was_decided_before_the_next_one() -> None:
     history.correct("b", (5, 5), 2)
     history.correct("y", (9, 9), 7)
     for deltas, fruitless in ((1, 0), (2, 1), (3, 2)):
-        compared = history.retrained(deltas).report
+        compared = history.reproduced(deltas).report
         assert (compared.same_without_delta, compared.first_difference) == (fruitless, None)
 
 
@@ -215,4 +215,4 @@ def test_feedback_that_is_gone_is_a_fault() -> None:
     history.correct("x", (9, 9), 7)
     del history.feedback[0]
     with pytest.raises(HistoryError, match="the feedback behind a decision after delta 1 is not there"):
-        history.retrained()
+        history.reproduced()

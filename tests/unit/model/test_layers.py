@@ -89,7 +89,7 @@ def test_a_pass_without_what_runs_before_equals_the_whole_to_the_bit(kind: str, 
         prefix, ran = ActivationCache.for_layer(model.module, model.layer), list[int]()
         with prefix.record():
             whole = logits(model)
-        with prefix.replay():
+        with prefix.reuse():
             for module in before(model):
                 first = next(child for child in module.modules() if isinstance(child, nn.Linear | nn.LayerNorm))
                 first.register_forward_hook(lambda *_, ran=ran: ran.append(1))
@@ -110,7 +110,7 @@ def test_of_its_block_only_what_follows_the_layer_runs() -> None:
         logits(model)
     del ran[:]
     dense = model.module.get_submodule(model.layer)
-    with prefix.replay():
+    with prefix.reuse():
         assert dense.forward() is not None
         logits(model)
     assert {name for name in ran if ".layer.1." in name} == {model.layer}, "whose hooks run, and nothing of it else"
@@ -121,7 +121,7 @@ def test_after_skipping_the_blocks_run_again_even_after_an_error(kind: str) -> N
     prefix = ActivationCache.for_layer(model.module, model.layer)
     with prefix.record():
         first = logits(model)
-    with pytest.raises(ZeroDivisionError), prefix.replay():
+    with pytest.raises(ZeroDivisionError), prefix.reuse():
         raise ZeroDivisionError
     other = texts(1, seed=4)[0]
     assert not torch.equal(logits(model, f"{TEXT.split()[0]} {other}")[:1], first[:1])
@@ -130,7 +130,7 @@ def test_after_skipping_the_blocks_run_again_even_after_an_error(kind: str) -> N
 def test_where_nothing_was_recorded_all_runs() -> None:
     model = editable("gpt2")
     whole = logits(model)
-    with ActivationCache.for_layer(model.module, model.layer).replay():
+    with ActivationCache.for_layer(model.module, model.layer).reuse():
         assert torch.equal(logits(model), whole)
 
 
