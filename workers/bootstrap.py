@@ -1,4 +1,4 @@
-"""Starts a worker: settings, log, HTTP endpoints, Kafka, Redis and the model, in this order.
+"""Starts a worker: settings, log output, HTTP endpoints, Kafka, Redis and the model, in this order.
 
 An early step reports its errors before a later, slower step begins. Kafka is required; Redis may come later.
 """

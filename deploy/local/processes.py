@@ -39,7 +39,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class StackError(UserError):
-    """The local stack cannot do its task; the message is one sentence, followed by the end of a log if there is one."""
+    """The local stack cannot do its task; the message is one sentence, and the end of a log file if there is one."""
 
 
 @functools.cache
@@ -63,7 +63,7 @@ class ChildProcess:
     Args:
         name: The name in errors.
         argv: The program, looked up on PATH, and its arguments.
-        log: The file to which standard output and error are appended.
+        log_file: The file to which standard output and error are appended.
         env: Variables on top of this process's environment.
         cwd: The working directory; this process's own if not given.
     """
@@ -73,13 +73,13 @@ class ChildProcess:
         name: str,
         argv: Sequence[str],
         *,
-        log: Path,
+        log_file: Path,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> None:
         self.name = name
         self.argv = tuple(argv)
-        self.log = log
+        self.log_file = log_file
         self.env = dict(env or {})
         self.cwd = cwd
         self._process: subprocess.Popen[bytes] | None = None
@@ -122,8 +122,8 @@ class ChildProcess:
         argv = [program, *self.argv[1:]]
         if sys.platform == "linux":
             argv = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv]
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_file.open("ab") as log:
             self._log_start = log.tell()
             self._process = _spawn_executor().submit(self._spawn, argv, log, inherited_fds).result()
 
@@ -131,7 +131,7 @@ class ChildProcess:
         """Wait until `predicate` returns true; call it every `poll_seconds` seconds.
 
         Raises:
-            StackError: the process ended first, or `timeout` seconds passed; the message has the end of its log.
+            StackError: the process ended first, or `timeout` seconds passed; the message has the end of its log file.
         """
         deadline = time.monotonic() + timeout
         while not predicate():
@@ -166,13 +166,13 @@ class ChildProcess:
         self.start()
 
     def describe_exit(self, phase: str = "") -> str:
-        """The exit status of a process that ended by itself, and the last lines of its log."""
+        """The exit status of a process that ended by itself, and the last lines of its log file."""
         return f"{self.name} ended with status {self.returncode}{phase and f' {phase}'}; {self._describe_log_tail()}"
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines of the log since the last start; empty if there is no log."""
+        """The last lines of the log file since the last start; empty if there is no log file."""
         try:
-            with self.log.open("rb") as log:
+            with self.log_file.open("rb") as log:
                 log.seek(self._log_start)
                 text = log.read().decode(errors="replace")
         except FileNotFoundError:
@@ -197,7 +197,7 @@ class ChildProcess:
 
     def _describe_log_tail(self) -> str:
         tail = self.log_tail()
-        return f"its log {self.log} ends:\n{tail}" if tail else f"its log {self.log} is empty"
+        return f"its log file {self.log_file} ends:\n{tail}" if tail else f"its log file {self.log_file} is empty"
 
     def __enter__(self) -> Self:
         self.start()
@@ -208,14 +208,14 @@ class ChildProcess:
 
 
 def make_worker_process(
-    name: str, module: str, *arguments: str, log: Path, settings: Mapping[str, object]
+    name: str, module: str, *arguments: str, log_file: Path, settings: Mapping[str, object]
 ) -> ChildProcess:
     """A worker process: `python -m module arguments` with `settings` as `GRACESTREAM_*` variables.
 
     Set its `http_port` (from `find_free_port`), so that `is_http_ok(port, "/ready")` shows when it is ready.
     """
     return ChildProcess(
-        name, [sys.executable, "-m", module, *arguments], log=log, env=to_environment_variables(settings)
+        name, [sys.executable, "-m", module, *arguments], log_file=log_file, env=to_environment_variables(settings)
     )
 
 

@@ -15,7 +15,7 @@ def ignore_progress(_message: str) -> None:
 
 
 class LocalServer(abc.ABC):
-    """A server on 127.0.0.1; its data, port and log stay the same over any number of stops, kills and starts.
+    """A server on 127.0.0.1; its data, port and log file stay the same over any number of stops, kills and starts.
 
     Args:
         data_dir: The data directory; created if missing. A server that starts on it again finds its data.
@@ -30,7 +30,7 @@ class LocalServer(abc.ABC):
     ) -> None:
         self.data_dir = data_dir.expanduser().resolve()
         self.port = find_free_port() if port is None else port
-        self.log = self.data_dir / f"{self.name.lower()}.log"
+        self.log_file = self.data_dir / f"{self.name.lower()}.log"
         self._report = report
         self._child: ChildProcess | None = None
 
@@ -78,7 +78,7 @@ class LocalServer(abc.ABC):
             )
         # The child inherits the lock; closing our copy at the end of the block leaves the child's.
         with self._lock_data() as lock:
-            self._child = ChildProcess(self.name, self._prepare_command(), log=self.log)
+            self._child = ChildProcess(self.name, self._prepare_command(), log_file=self.log_file)
             started = time.monotonic()
             self._child.start(inherited_fds=[lock.fileno()])
         try:

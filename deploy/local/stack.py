@@ -60,7 +60,7 @@ class WorkerProcess:
         """Wait until `/ready` answers 200.
 
         Raises:
-            StackError: the worker ended, or was not ready in time; the message has the end of its log.
+            StackError: the worker ended, or was not ready in time; the message has the end of its log file.
         """
         self.child.wait_for(lambda: is_http_ok(self.port, "/ready"), WORKER_READY_SECONDS, poll_seconds=0.2)
 
@@ -107,7 +107,7 @@ class Stack:
                 servers.remove(server)
                 report(
                     f"{server.name} ended with status {server.returncode}, and the workers wait for it; see its log"
-                    f" {server.log}, stop this with Ctrl-C, and start `gracestream up` again"
+                    f" file {server.log_file}, stop this with Ctrl-C, and start `gracestream up` again"
                 )
             ended = [worker for worker in workers if not worker.child.running]
             workers = [worker for worker in workers if worker not in ended]
@@ -133,7 +133,7 @@ def running_stack(
     existing Kafka or Redis does not answer, or `check` raises.
 
     Args:
-        data: The folder for logs, and for the data of a local Kafka and Redis.
+        data: The folder for log files, and for the data of a local Kafka and Redis.
         replicas: The number of replicas.
         partitions: The number of partitions of `requests`, and so the largest number of replicas that get work.
         port: The port of Kafka; Redis, the editor and the replicas get the next ports. Without it each gets its port of
@@ -143,7 +143,7 @@ def running_stack(
         overrides: Settings that override the environment, such as `model` and `layer`.
 
     Raises:
-        StackError: something did not start; the message says what, why, and where its log is.
+        StackError: something did not start; the message says what, why, and where its log file is.
         SettingsError, AuthorsError: the editor could not use the list of authors.
     """
     try:
@@ -180,7 +180,11 @@ def running_stack(
             all_settings = settings.explicit_values() | worker_settings
             worker = WorkerProcess(
                 worker_process(
-                    name, "gracestream.workers.cli", command, log=data / "logs" / f"{name}.log", settings=all_settings
+                    name,
+                    "gracestream.workers.cli",
+                    command,
+                    log_file=data / "logs" / f"{name}.log",
+                    settings=all_settings,
                 ),
                 ports[name],
             )

@@ -1,4 +1,4 @@
-"""The editor's log: reads deltas, finds undecided feedback, and commits each decision in one transaction.
+"""The editor's access to the log: reads deltas, finds undecided feedback, and commits each decision in one transaction.
 
 Guarantees (docs/explanation/consistency.md):
 

@@ -1,4 +1,4 @@
-"""Sets up the log of the workers: structured events on standard error, one fact per event. Commands have no log."""
+"""Sets up the log output of workers: structured events on standard error, one fact per event. Commands have none."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ A Kafka client without a connection logs about ten warnings a second.
 
 
 def configure_logs(log_format: str, **fields: Any) -> None:
-    """Set up the log for structlog and for warnings of libraries.
+    """Set up the log output of structlog and of warnings from libraries.
 
     Args:
         log_format: "json" or "text".

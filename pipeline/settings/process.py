@@ -1,4 +1,4 @@
-"""Settings of a process: its name, log, secrets and shutdown."""
+"""Settings of a process: its name, log output, secrets and shutdown."""
 
 from typing import Literal
 
@@ -8,14 +8,14 @@ from gracestream.pipeline.settings.group import SettingsGroup
 
 
 class ProcessSettings(SettingsGroup):
-    """The name of a process, its log, its folder of secrets, and its shutdown."""
+    """The name of a process, its log output, its folder of secrets, and its shutdown."""
 
     worker_name: str | None = Field(
         None,
         min_length=1,
         description="Name of this worker in logs and predictions; by default host name and process id.",
     )
-    log_format: Literal["json", "text"] = Field("json", description="Format of the log on standard error.")
+    log_format: Literal["json", "text"] = Field("json", description="Format of the log output on standard error.")
     secrets_dir: str | None = Field(
         None,
         min_length=1,

@@ -13,4 +13,4 @@ def worker(command: Literal["infer", "edit"], settings: Settings, folder: Path) 
     """A worker process, not started yet, with all explicitly set settings. Its log is in the folder."""
     variables = to_environment_variables({"http_port": 0, **settings.explicit_values()})
     argv = [sys.executable, "-m", "gracestream.workers.cli", command]
-    return ChildProcess(command, argv, log=folder / f"{command}.log", env=variables, cwd=ROOT)
+    return ChildProcess(command, argv, log_file=folder / f"{command}.log", env=variables, cwd=ROOT)

@@ -217,7 +217,7 @@ class TestKafka:
 
 
 def said_without_redis(settings: Settings, folder: Path, **chosen: Any) -> str:
-    """What an editor writes to its log that starts although Redis does not answer."""
+    """The log events of an editor that starts although Redis does not answer."""
     with Forked("editor", "edit", settings, folder, **chosen) as worker:
         wait_until(lambda: "redis_wait_timeout" in worker.stderr(), 60)
         return worker.stderr()

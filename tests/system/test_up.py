@@ -110,7 +110,7 @@ def test_a_worker_that_ends_is_told_of_while_the_others_go_on(
         if child.environ().get("GRACESTREAM_WORKER_NAME") == "replica-2"
     ]
     replica.kill()
-    wait_until(lambda: "replica-2 ended with status -9; its log " in log_file.read_text(), 30, "word of it")
+    wait_until(lambda: "replica-2 ended with status -9; its log file " in log_file.read_text(), 30, "word of it")
     assert "replica-1 ended" not in log_file.read_text()
     for url in (endpoints["editor"], endpoints["replicas"][0]):
         with urllib.request.urlopen(f"{url}/ready", timeout=10) as answer:
@@ -196,7 +196,7 @@ def test_a_local_server_that_ends_is_named_with_its_log_and_the_remedy(tmp_path:
                 server.kill()
                 log = tmp_path / "data" / {"Kafka": "kafka", "Valkey": "redis"}[name] / f"{name.lower()}.log"
                 lines.append(
-                    f"{name} ended with status -9, and the workers wait for it; see its log {log}, stop this with"
+                    f"{name} ended with status -9, and the workers wait for it; see its log file {log}, stop this with"
                     " Ctrl-C, and start `gracestream up` again\n"
                 )
             wait_until(lambda: all(line in said.read_text() for line in lines), 30, "word of both")

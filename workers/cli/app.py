@@ -96,7 +96,7 @@ for group in COMMAND_MODULES:
 def run(arguments: Sequence[str] | None = None) -> None:
     """Run a command with these arguments, or with those of the process; see the module's docstring for errors."""
     command_line = sys.argv[1:] if arguments is None else arguments
-    silence_libraries()  # until a worker sets up its log
+    silence_libraries()  # until a worker sets up its log output
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 shows what it can
     try:

@@ -60,7 +60,7 @@ NUM_REPLICAS = 2
 """Replicas of a run through Kafka."""
 
 STACK_FOLDER = ".pipeline"
-"""The folder with the logs and data of a run through Kafka, inside the folder of its results."""
+"""The folder with the log files and data of a run through Kafka, inside the folder of its results."""
 
 WORKER_SETTINGS: dict[str, Any] = {
     "snapshot_url": "",

@@ -21,7 +21,9 @@ from gracestream.workers.cli.common import (
 )
 from gracestream.workers.cli.deployment import DEFAULT_PARTITIONS
 
-DataOption = Annotated[Path, typer.Option("--data", help="Folder for logs and the data of a local Kafka and Redis.")]
+DataOption = Annotated[
+    Path, typer.Option("--data", help="Folder for log files and the data of a local Kafka and Redis.")
+]
 ReplicasOption = Annotated[int, typer.Option("--replicas", min=1, max=64, help="Inference replicas.")]
 
 

@@ -161,7 +161,9 @@ class TestKafka:
         (tmp_path / "log").mkdir()
         (tmp_path / "log" / "meta.properties").write_text("version=1\ncluster.id=other\nnode.id=7\n")
         server = LocalKafka(tmp_path)
-        with pytest.raises(StackError, match=r"Kafka ended with status \d+ while starting; its log .*kafka\.log ends:"):
+        with pytest.raises(
+            StackError, match=r"Kafka ended with status \d+ while starting; its log file .*kafka\.log ends:"
+        ):
             server.start()
         assert "node" in server.child.log_tail()
         assert not server.running
@@ -303,19 +305,19 @@ class TestBackends:
 
 class TestChild:
     def test_its_output_is_in_its_log_and_stop_ends_it(self, tmp_path: Path) -> None:
-        with ChildProcess("sleeper", SLEEP, log=tmp_path / "log") as child:
+        with ChildProcess("sleeper", SLEEP, log_file=tmp_path / "log") as child:
             child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
             assert child.running
         assert child.returncode == -signal.SIGTERM
 
     def test_one_that_does_not_stop_is_killed(self, tmp_path: Path) -> None:
-        with ChildProcess("stubborn", STUBBORN, log=tmp_path / "log") as child:
+        with ChildProcess("stubborn", STUBBORN, log_file=tmp_path / "log") as child:
             child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
             child.stop(timeout=0.1)
         assert child.returncode == -signal.SIGKILL
 
     def test_a_restart_is_another_process_and_its_tail_begins_anew(self, tmp_path: Path) -> None:
-        with ChildProcess("sleeper", SLEEP, log=tmp_path / "log") as child:
+        with ChildProcess("sleeper", SLEEP, log_file=tmp_path / "log") as child:
             child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
             first = child.pid
             child.restart()
@@ -326,33 +328,33 @@ class TestChild:
     def test_ending_while_waited_for_shows_status_and_log(self, tmp_path: Path) -> None:
         argv = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
         with (
-            ChildProcess("worker", argv, log=tmp_path / "log") as child,
+            ChildProcess("worker", argv, log_file=tmp_path / "log") as child,
             pytest.raises(
-                StackError, match=r"worker ended with status 1 while starting; its log .* ends:\nno such model"
+                StackError, match=r"worker ended with status 1 while starting; its log file .* ends:\nno such model"
             ),
         ):
             child.wait_for(lambda: False, timeout=10)
 
     def test_not_being_ready_in_time_is_an_error(self, tmp_path: Path) -> None:
         with (
-            ChildProcess("sleeper", SLEEP, log=tmp_path / "log") as child,
+            ChildProcess("sleeper", SLEEP, log_file=tmp_path / "log") as child,
             pytest.raises(StackError, match=r"sleeper was not ready after 0\.1 s"),
         ):
             child.wait_for(lambda: False, timeout=0.1)
 
     def test_a_missing_program_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(StackError, match="needs the program 'no-such-program', which is not on PATH"):
-            ChildProcess("x", ["no-such-program"], log=tmp_path / "log").start()
+            ChildProcess("x", ["no-such-program"], log_file=tmp_path / "log").start()
 
     def test_one_that_was_paused_can_still_be_stopped_in_order(self, tmp_path: Path) -> None:
-        with ChildProcess("sleeper", SLEEP, log=tmp_path / "log") as child:
+        with ChildProcess("sleeper", SLEEP, log_file=tmp_path / "log") as child:
             child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
             child.send_signal(signal.SIGSTOP)
             child.stop()
         assert child.returncode == -signal.SIGTERM
 
     def test_the_terminals_interrupt_does_not_reach_it(self, tmp_path: Path) -> None:
-        with ChildProcess("sleeper", SLEEP, log=tmp_path / "log") as child:
+        with ChildProcess("sleeper", SLEEP, log_file=tmp_path / "log") as child:
             assert os.getpgid(child.pid) != os.getpgid(0)
             assert os.getsid(child.pid) != os.getsid(0)
 
@@ -361,7 +363,7 @@ class TestChild:
         code = f"""
 import pathlib, time
 from gracestream.deploy.local.processes import ChildProcess
-child = ChildProcess("sleeper", {SLEEP!r}, log=pathlib.Path({str(tmp_path / "log")!r}))
+child = ChildProcess("sleeper", {SLEEP!r}, log_file=pathlib.Path({str(tmp_path / "log")!r}))
 child.start()
 child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
 print(child.pid, flush=True)
@@ -378,7 +380,7 @@ time.sleep(600)
         assert not is_alive(pid)
 
     def test_it_outlives_the_thread_that_started_it(self, tmp_path: Path) -> None:
-        child = ChildProcess("sleeper", SLEEP, log=tmp_path / "log")
+        child = ChildProcess("sleeper", SLEEP, log_file=tmp_path / "log")
         thread = threading.Thread(target=child.start)
         thread.start()
         thread.join()
@@ -396,7 +398,7 @@ time.sleep(600)
             "http.server.HTTPServer(address, http.server.SimpleHTTPRequestHandler).serve_forever()\n"
         )
         port = find_free_port()
-        child = make_worker_process("answering", "answering", log=tmp_path / "log", settings={"http_port": port})
+        child = make_worker_process("answering", "answering", log_file=tmp_path / "log", settings={"http_port": port})
         child.cwd = tmp_path
         assert not is_http_ok(port, "/")
         with child:
