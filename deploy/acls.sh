@@ -9,7 +9,7 @@
 #
 # A branch of a history (`gracestream replay --to`) writes every topic of another prefix: that is for a super user.
 #
-# Rules only say what is allowed, so the cluster must refuse the rest: `authorizer.class.name` is set, and
+# Rules only say what is allowed, so the cluster must reject the rest: `authorizer.class.name` is set, and
 # `allow.everyone.if.no.acl.found` is false, as it is by default. `--list` instead shows what is in force.
 set -euo pipefail
 

@@ -1,6 +1,6 @@
 """Stub libraries for CUDA in an image without a GPU, where NVIDIA's libraries (3 GB) would never be called.
 
-The wheels of torch on PyPI are linked to CUDA, and the dynamic linker refuses a library whose dependencies are missing.
+The wheels of torch on PyPI are linked to CUDA, and the dynamic linker rejects a library whose dependencies are missing.
 This script replaces the missing ones:
 
 1. Find the libraries that torch needs and that are not installed, with an empty stub in the place of each.

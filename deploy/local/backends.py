@@ -60,7 +60,7 @@ def kafka_backend(
 
     Raises:
         StackError: GRACESTREAM_KAFKA is set and does not answer, or no local Kafka can be started.
-        RefusedError: the existing Kafka refuses this client, or its certificate is not trusted.
+        AccessDeniedError: the existing Kafka rejects this client, or its certificate is not trusted.
     """
     existing = find_existing_kafka()
     if existing is not None:
@@ -101,7 +101,7 @@ def find_existing_kafka() -> str | None:
 
     Raises:
         StackError: the Kafka does not answer, or a security setting is set without an address.
-        RefusedError: the Kafka refuses this client, or its certificate is not trusted.
+        AccessDeniedError: the Kafka rejects this client, or its certificate is not trusted.
     """
     settings = load_settings()
     if "servers" in settings.kafka.model_fields_set:
@@ -120,7 +120,7 @@ def find_existing_redis() -> str | None:
 
     Raises:
         StackError: the Redis does not answer, or a password is set without a URL.
-        RefusedError: the Redis refuses this client, or its certificate is not trusted.
+        AccessDeniedError: the Redis rejects this client, or its certificate is not trusted.
     """
     settings = load_settings()
     if "url" in settings.redis.model_fields_set:
@@ -139,7 +139,7 @@ def check_kafka(bootstrap: str, timeout: float = CONNECT_TIMEOUT_SECONDS) -> Non
 
     Raises:
         StackError: it does not answer within `timeout` seconds.
-        RefusedError: it refuses this client, or its certificate is not trusted.
+        AccessDeniedError: it rejects this client, or its certificate is not trusted.
     """
     try:
         ping_kafka(load_settings(kafka=bootstrap).kafka, timeout)
@@ -155,7 +155,7 @@ def check_redis(url: str, timeout: float = CONNECT_TIMEOUT_SECONDS) -> None:
 
     Raises:
         StackError: it does not answer within `timeout` seconds, or the URL is invalid.
-        RefusedError: it refuses this client, or its certificate is not trusted.
+        AccessDeniedError: it rejects this client, or its certificate is not trusted.
     """
     try:
         ping_redis(load_settings(redis=url).redis, timeout)

@@ -130,7 +130,7 @@ class LocalKafka(LocalServer):
             "inter.broker.listener.name": "CLIENT",
             "controller.listener.names": "CONTROLLER",
             "log.dirs": self.data_dir / "log",
-            # After a kill the controller refuses the restarted broker until the broker's old session has expired. The
+            # After a kill the controller rejects the restarted broker until the broker's old session has expired. The
             # default of 9 s would delay each restart.
             "broker.session.timeout.ms": 3000,
             "broker.heartbeat.interval.ms": 500,

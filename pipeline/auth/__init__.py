@@ -5,7 +5,7 @@ from gracestream.pipeline.auth.admission import (
     AcceptedFeedback,
     Admission,
     DuplicateFeedback,
-    FeedbackRefused,
+    FeedbackRejected,
 )
 from gracestream.pipeline.auth.authors import AuthorsFile
 from gracestream.pipeline.auth.signing import create_key_file, encode_public_key, read_key_file, sign
@@ -17,7 +17,7 @@ __all__ = [
     "Admission",
     "AuthorsFile",
     "DuplicateFeedback",
-    "FeedbackRefused",
+    "FeedbackRejected",
     "create_key_file",
     "encode_public_key",
     "mark_header",

@@ -48,7 +48,7 @@ RATE_WINDOW_MS = 60_000
 """Length of the window of the rate limit, in milliseconds like Kafka's timestamps."""
 
 
-class FeedbackRefused(UserError):
+class FeedbackRejected(UserError):
     """Feedback was rejected; the text gives the reason. `mark` is the mark that its outcome spends, if any."""
 
     def __init__(self, reason: str, mark: bytes | None = None) -> None:
@@ -56,7 +56,7 @@ class FeedbackRefused(UserError):
         self.mark = mark
 
 
-class DuplicateFeedback(FeedbackRefused):
+class DuplicateFeedback(FeedbackRejected):
     """A signed record has an id that the feedback at offset `first_offset` has spent."""
 
     def __init__(self, first_offset: int) -> None:
@@ -117,7 +117,7 @@ class SlidingWindowLimiter:
         """Count one more record of an author at `time_ms`, and return it. A `limit` of None or 0 means no limit.
 
         Raises:
-            FeedbackRefused: the author has `limit` records in the window already.
+            FeedbackRejected: the author has `limit` records in the window already.
         """
         if self._accepted:
             time_ms = max(time_ms, self._accepted[-1].time_ms)  # guarantee 4
@@ -128,7 +128,7 @@ class SlidingWindowLimiter:
             # That record leaves the window at its time plus the window. Adding 999 rounds up to a full second.
             retry_at = dt.datetime.fromtimestamp((own[-limit] + RATE_WINDOW_MS + 999) // 1000, dt.UTC)
             sender = f"author {author!r}" if author else "feedback without an author"
-            raise FeedbackRefused(
+            raise FeedbackRejected(
                 f"{sender} is limited to {limit} a minute; send this again after {retry_at:%Y-%m-%dT%H:%M:%SZ}"
             )
         while self._accepted and self._accepted[0].time_ms <= start:
@@ -201,23 +201,23 @@ class Admission:
 
         Raises:
             DuplicateFeedback: the record is signed, and its id is spent.
-            FeedbackRefused: the record is rejected for another reason.
+            FeedbackRejected: the record is rejected for another reason.
             KafkaError: `edits` cannot be read.
         """
         name = "" if feedback.author is UNSET else feedback.author
         try:
             author = self._verify_author(feedback, name, record)
-        except FeedbackRefused as rejection:
-            raise FeedbackRefused(str(rejection), self.unverified_mark(record, offset)) from None
+        except FeedbackRejected as rejection:
+            raise FeedbackRejected(str(rejection), self.unverified_mark(record, offset)) from None
         mark = None if author is None else self._spend(mark_of_id(name, feedback.feedback_id), record, offset)
         limit = self._per_minute if author is None or author.per_minute is None else author.per_minute
         if self._limiter is None:
             self._limiter = SlidingWindowLimiter(self._accepted_since(time_ms - RATE_WINDOW_MS))
         try:
             accepted = self._limiter.accept(name, time_ms, limit)
-        except FeedbackRefused as rejection:
+        except FeedbackRejected as rejection:
             # The id is spent also by a record over the limit, so a repetition needs another id.
-            raise FeedbackRefused(str(rejection) + (", signed with a new id" if mark else ""), mark) from None
+            raise FeedbackRejected(str(rejection) + (", signed with a new id" if mark else ""), mark) from None
         return replace(accepted, mark=mark, standing=self._standing(author))
 
     def unverified_mark(self, record: bytes, offset: int) -> bytes | None:
@@ -266,22 +266,22 @@ class Admission:
         """The listed author who signed a record; None for an unsigned record, if it need not be signed.
 
         Raises:
-            FeedbackRefused: the signature is missing or not valid.
+            FeedbackRejected: the signature is missing or not valid.
         """
         listed = None if self._authors is None else self._authors()
         author = None if listed is None else listed.get(name)
         if feedback.signature is UNSET:
             if self._require_signature:
-                raise FeedbackRefused("it is not signed; `gracestream keys sign` signs feedback")
+                raise FeedbackRejected("it is not signed; `gracestream keys sign` signs feedback")
             if author is not None:
-                raise FeedbackRefused(f"it is not signed, and author {name!r} is on the list of those who sign")
+                raise FeedbackRejected(f"it is not signed, and author {name!r} is on the list of those who sign")
             return None
         if listed is None:
-            raise FeedbackRefused("it is signed, and this editor has no list of authors to check signatures by")
+            raise FeedbackRejected("it is signed, and this editor has no list of authors to check signatures by")
         if author is None:
-            raise FeedbackRefused(
+            raise FeedbackRejected(
                 f"author {name!r} is not on the list of authors" if name else "it is signed and names no author"
             )
         if not verify(record, author.keys, self._codebook):
-            raise FeedbackRefused(f"its signature is not valid for author {name!r}, this record and this codebook")
+            raise FeedbackRejected(f"its signature is not valid for author {name!r}, this record and this codebook")
         return author

@@ -37,8 +37,8 @@ TOLERANCE_FACTOR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class ExceptionRefusal:
-    """Why there is no new exception.
+class NoNewException:
+    """The reason why there is no new exception.
 
     Attributes:
         status: `unchanged` if this feedback made the exception before, else `rejected`.
@@ -74,8 +74,8 @@ def decide_exception(
     wording = engine.model.task.wording(prompt) if engine.config.check_wording else ""
     # Before the check of the id: the same exception sent again is unchanged, not an error.
     exception = build_exception(engine, feedback.feedback_id, feedback.except_from, query_D, wording)
-    if isinstance(exception, ExceptionRefusal):
-        return _refusal_result(feedback, exception)
+    if isinstance(exception, NoNewException):
+        return _result_without_exception(feedback, exception)
     if (id_conflict := _find_id_conflict(engine, feedback)) is not None:
         return rejected_result(feedback, id_conflict)
     cause = Cause(
@@ -90,11 +90,11 @@ def decide_exception(
     return build_result(engine.codebook, feedback, outcome, "except", exceptions=(exception,), cause=cause)
 
 
-def _refusal_result(feedback: Feedback, refusal: ExceptionRefusal) -> EditResult:
-    if refusal.status == "rejected":
-        return rejected_result(feedback, refusal.reason)
+def _result_without_exception(feedback: Feedback, rejection: NoNewException) -> EditResult:
+    if rejection.status == "rejected":
+        return rejected_result(feedback, rejection.reason)
     return EditResult(
-        Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="unchanged", reason=refusal.reason)
+        Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="unchanged", reason=rejection.reason)
     )
 
 
@@ -107,7 +107,7 @@ def _find_id_conflict(engine: EditEngine, feedback: Feedback) -> str | None:
 
 def build_exception(
     engine: EditEngine, feedback_id: str, edit_id: str, query_D: np.ndarray, wording: str
-) -> ExceptionChange | ExceptionRefusal:
+) -> ExceptionChange | NoNewException:
     """The exception from an edit for a prompt with this query and wording, for the current codebook.
 
     Args:
@@ -121,13 +121,13 @@ def build_exception(
     known = engine.codebook.exceptions.get(feedback_id)
     # A query one tolerance inside the radius of the known exception lies within that radius in every batch.
     if known is not None and known in engine.codebook.exceptions.find_matching(query_D, wording, -tolerance):
-        return ExceptionRefusal("unchanged", "it is an exception already, by this feedback")
+        return NoNewException("unchanged", "it is an exception already, by this feedback")
     radius = TOLERANCE_FACTOR * tolerance + (_spelling_distance(engine) if wording else 0.0)
-    refusal = _explain_unreachable(engine, edit_id, entry_ids, query_D, wording) or _find_correction_conflict(
+    rejection = _explain_unreachable(engine, edit_id, entry_ids, query_D, wording) or _find_correction_conflict(
         engine, entry_ids, query_D, wording, radius
     )
-    if refusal is not None:
-        return ExceptionRefusal("rejected", refusal)
+    if rejection is not None:
+        return NoNewException("rejected", rejection)
     return ExceptionChange(
         feedback_id=feedback_id,
         except_from=edit_id,

@@ -17,7 +17,7 @@ import structlog
 from kafka.errors import KafkaError
 from msgspec import UNSET
 
-from gracestream.pipeline.auth import Admission, DuplicateFeedback, FeedbackRefused, mark_header
+from gracestream.pipeline.auth import Admission, DuplicateFeedback, FeedbackRejected, mark_header
 from gracestream.pipeline.device import raise_if_device_lost
 from gracestream.pipeline.editing import (
     DraftValue,
@@ -93,9 +93,9 @@ class FeedbackProcessor:
             return ParsedFeedback(
                 record, early_result=rejected_result(feedback, str(duplicate)), copy_of_offset=duplicate.first_offset
             )
-        except FeedbackRefused as refusal:
+        except FeedbackRejected as rejection:
             return ParsedFeedback(
-                record, early_result=rejected_result(feedback, str(refusal)), headers=_spent_headers(refusal.mark)
+                record, early_result=rejected_result(feedback, str(rejection)), headers=_spent_headers(rejection.mark)
             )
         return ParsedFeedback(record, feedback, tuple(accepted.headers()), standing=accepted.standing)
 

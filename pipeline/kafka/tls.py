@@ -58,7 +58,7 @@ def permanent_tls_failure(error: BaseException, service: str, variable: str, pro
     if reason == "WRONG_VERSION_NUMBER":
         return f"{service} does not speak TLS on that port; check {protocol_setting}"
     if re.search(r"ALERT.*(CERTIFICATE|UNKNOWN_CA|HANDSHAKE_FAILURE|ACCESS_DENIED)", reason):
-        return f"{service} refuses the client's certificate ({reason}); check {variable}_CERTIFICATE and {variable}_KEY"
+        return f"{service} rejects the client's certificate ({reason}); check {variable}_CERTIFICATE and {variable}_KEY"
     return None
 
 

@@ -158,7 +158,7 @@ class ChatTemplate:
         except ChatError:
             raise
         except TemplateError as error:
-            raise ChatError(f"the model's chat template refuses `inputs`: {to_one_line(error)}") from error
+            raise ChatError(f"the model's chat template rejects `inputs`: {to_one_line(error)}") from error
         except Exception as error:  # a faulty template must not stop other requests
             raise ChatError(
                 f"the model's chat template fails on `inputs`: {type(error).__name__}: {to_one_line(error)};"

@@ -108,7 +108,7 @@ def permanent_redis_failure(error: BaseException, settings: RedisSettings) -> st
     where = f"Redis at {redact_url(settings.url)}"
     if isinstance(error, AuthenticationError | NoPermissionError):
         return (
-            f"{where} refuses this user ({error_message(error)}); check the user and the password in"
+            f"{where} rejects this user ({error_message(error)}); check the user and the password in"
             " GRACESTREAM_REDIS and GRACESTREAM_REDIS_PASSWORD"
         )
     return permanent_tls_failure(error, where, "GRACESTREAM_REDIS", "the scheme of GRACESTREAM_REDIS")

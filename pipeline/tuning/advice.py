@@ -46,7 +46,7 @@ def advise(results: Sequence[TrialResult], max_false_positives: float, combinati
 
     Args:
         results: One result for each combination that was tried.
-        max_false_positives: Largest share of captured requests that the user accepts, from 0 to 1.
+        max_false_positives: Largest share of captured requests that the user tolerates, from 0 to 1.
         combination_count: Number of combinations that could have been tried.
     """
     if not results:
@@ -92,7 +92,7 @@ def _cost(result: TrialResult) -> tuple[object, ...]:
 
 
 def rank_results(results: Sequence[TrialResult], advice: Advice, max_false_positives: float) -> list[TrialResult]:
-    """The chosen combination, then those with accepted false positives, then the others; each group by reach."""
+    """The chosen combination, then those with tolerated false positives, then the others; each group by reach."""
     return sorted(
         results,
         key=lambda result: (

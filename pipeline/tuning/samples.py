@@ -207,19 +207,17 @@ def _rotated(number: int, targets: Sequence[str]) -> Iterator[str]:
     yield from targets[:start]
 
 
-def usable_inputs(
-    task: ModelTask, inputs: Sequence[Inputs], is_accepted: Callable[[Inputs], bool]
-) -> tuple[Inputs, ...]:
-    """The accepted inputs after the first, without duplicates by tokens and without token-equals of the first.
+def usable_inputs(task: ModelTask, inputs: Sequence[Inputs], is_usable: Callable[[Inputs], bool]) -> tuple[Inputs, ...]:
+    """The usable inputs after the first, without duplicates by tokens and without token-equals of the first.
 
     Args:
         task: The model's task.
         inputs: The reference input, then the inputs to filter.
-        is_accepted: Whether the model can answer an input.
+        is_usable: Whether the model can answer an input.
     """
     by_tokens: dict[object, Inputs] = {}
     for candidate in inputs:
-        if is_accepted(candidate):
+        if is_usable(candidate):
             by_tokens.setdefault(task.tokenize(candidate), candidate)
     first = inputs[0]
     return tuple(candidate for candidate in by_tokens.values() if candidate is not first)

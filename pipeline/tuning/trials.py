@@ -183,12 +183,12 @@ def _pluralize_requests(number: int) -> str:
 def _make_trial(
     bench: Workbench, answers: AnswerCache, name: str, inputs: Inputs, target: str, rephrases: Sequence[Inputs]
 ) -> TrialEdit:
-    """A trial with those of its texts that the model accepts."""
+    """A trial with those of its texts that the model can answer."""
     task = bench.task
-    accepted_rephrases = usable_inputs(task, [inputs, *rephrases], answers.accepts)
-    forms = usable_inputs(task, [inputs, *surface_forms(task, inputs)], answers.accepts)
-    about = usable_inputs(task, [inputs, *same_subject_requests(task, inputs)], answers.accepts)
-    return TrialEdit(name, inputs, target, accepted_rephrases, forms, about)
+    usable_rephrases = usable_inputs(task, [inputs, *rephrases], answers.is_usable)
+    forms = usable_inputs(task, [inputs, *surface_forms(task, inputs)], answers.is_usable)
+    about = usable_inputs(task, [inputs, *same_subject_requests(task, inputs)], answers.is_usable)
+    return TrialEdit(name, inputs, target, usable_rephrases, forms, about)
 
 
 @dataclass(frozen=True, slots=True)

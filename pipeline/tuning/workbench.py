@@ -185,7 +185,7 @@ class AnswerCache:
         self._unedited: dict[Prompt, str] = {}
         self._edited: dict[tuple[str, Prompt, bytes], ModelAnswer] = {}
 
-    def accepts(self, inputs: Inputs) -> bool:
+    def is_usable(self, inputs: Inputs) -> bool:
         """Whether the model can answer these inputs."""
         return self.explain_rejection(inputs) is None
 

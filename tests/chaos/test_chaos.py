@@ -198,8 +198,8 @@ def newest_snapshot_is_cut(site: Site) -> None:
     os.truncate(newest.uri.removeprefix("file://"), newest.bytes // 2)
     fresh = site.add_replica()
     fresh.wait_ready(90)
-    refused = [line for line in fresh.stderr().splitlines() if "snapshot_rejected" in line]
-    assert any(newest.uri in line for line in refused), fresh.stderr()
+    rejected = [line for line in fresh.stderr().splitlines() if "snapshot_rejected" in line]
+    assert any(newest.uri in line for line in rejected), fresh.stderr()
     assert ("snapshot_loaded" in fresh.stderr()) == bool(older), fresh.stderr()
     site.replicas.pop(0).stop()
 

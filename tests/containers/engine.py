@@ -73,7 +73,7 @@ def require_compose() -> list[str]:
 
 
 def compile_go(target: Path, version: str, *packages: str, flags: str = "") -> None:
-    """Compile Go programs into a folder, in a module of its own: `go install` refuses some that replace dependencies.
+    """Compile Go programs into a folder, in a module of its own: `go install` rejects some that replace dependencies.
 
     Raises:
         EngineError: there is no Go, or they cannot be compiled.

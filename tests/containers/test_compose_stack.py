@@ -223,8 +223,8 @@ def test_workers_run_read_only_without_any_right(stack: Compose, users: Users) -
         assert host["ReadonlyRootfs"]
         assert host["CapDrop"] == ["ALL"]
         assert host["SecurityOpt"] == ["no-new-privileges:true"]
-        refused = stack.run("exec", "--no-TTY", service, "touch", "/opt/gracestream/mine", fails=True)
-        assert "Read-only file system" in refused
+        failed = stack.run("exec", "--no-TTY", service, "touch", "/opt/gracestream/mine", fails=True)
+        assert "Read-only file system" in failed
         assert stack.run("exec", "--no-TTY", service, "id", "-u") == "10001\n"
 
 
@@ -377,8 +377,8 @@ def test_the_overlay_for_a_gpu_never_trains_on_the_cpu(stack: Compose, folder: P
     own = overlay(folder, "image", {"services": {"editor": serving(checkpoint, image=IMAGE, pull_policy="never")}})
     others = Compose(f"{NAME}-gpu", COMPOSE_GPU, own, environment=chosen)
     try:
-        refused = others.run("up", "--detach", "--no-build", "--no-deps", "editor", fails=True)
-        assert 'could not select device driver "nvidia"' in refused
+        failed = others.run("up", "--detach", "--no-build", "--no-deps", "editor", fails=True)
+        assert 'could not select device driver "nvidia"' in failed
     finally:
         others.run("down", "--volumes")
     anywhere = folder / "anywhere.yml"

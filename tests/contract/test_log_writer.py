@@ -62,7 +62,7 @@ class TestOneWriter:
         assert cluster.values(DELTAS) == [b"lead", b"lead again", b"by the second"]
         assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0"]
 
-    def test_who_is_of_another_generation_or_no_member_is_refused(self, cluster: Cluster) -> None:
+    def test_who_is_of_another_generation_or_no_member_is_rejected(self, cluster: Cluster) -> None:
         log = cluster.leader()
         now = log._group_metadata
         for stale in (now._replace(generation_id=now.generation_id + 1), now._replace(member_id="somebody else")):

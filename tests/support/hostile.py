@@ -291,7 +291,7 @@ _INTEGERS = jsonschema.Draft7Validator.TYPE_CHECKER.redefine("integer", lambda _
 _Validator: Any = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
     jsonschema.Draft7Validator, type_checker=_INTEGERS
 )
-"""For which 1.0 is no integer: the standard says that it is, the workers refuse it."""
+"""For which 1.0 is no integer: the standard says that it is, the workers reject it."""
 VALIDATORS = {
     kind: _Validator(json.loads((FOLDER / "json" / f"{kind}.schema.json").read_bytes()))
     for kind in ("request", "feedback")

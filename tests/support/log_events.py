@@ -60,7 +60,7 @@ MEANINGS = {
         "request_rejected": "A record of `requests` cannot be read, or asks for something invalid.",
         "request_failed": "The model failed on a request.",
         "batch_failed": "The replies to a batch of requests could not be made or sent; `offset` is its first request.",
-        "reply_rejected": "A topic did not accept a reply.",
+        "reply_rejected": "A topic rejected a reply.",
         "reply_lost": "No topic accepted the reply to a request, its error or its dead letter.",
         "unfinished_requests_released": "The replica stopped before it had answered all requests that it had taken.",
         "group_leave_timeout": "Kafka did not answer when the replica left the consumer group.",

@@ -37,7 +37,7 @@ PLAN = EditConfig(
 
 
 class Recorded:
-    """A history with its feedback, made by an engine under a plan; of each author one record a minute is let in."""
+    """A history with its feedback, made by one engine. Each author may send one record a minute."""
 
     def __init__(
         self,

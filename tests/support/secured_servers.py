@@ -157,7 +157,7 @@ class SecuredRedis:
         with self._root() as root:
             root.execute_command("ACL", "SETUSER", user, rule)
 
-    def refused(self, prefix: str) -> list[str]:
+    def denied_commands(self, prefix: str) -> list[str]:
         """The commands that users of a deployment were not allowed."""
         with self._root() as root:
             return [entry["object"] for entry in root.acl_log() if entry["username"].startswith(prefix)]

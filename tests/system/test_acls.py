@@ -291,8 +291,8 @@ def test_a_replica_replies_only_to_topics_that_the_script_was_given(
             sender.send(f"{prefix}requests", request, headers=[("reply_to", f"{prefix}{name}".encode())])
         (answer,) = wait_until(lambda: records(user, "answers"))
         assert decode(answer.value, Prediction).error is UNSET
-        (refusal,) = wait_until(lambda: records(user, "predictions"))
-        assert f"the topic {prefix}hidden" in str(decode(refusal.value, Prediction).error)
-        assert "deploy/acls.sh" in str(decode(refusal.value, Prediction).error)
+        (rejection,) = wait_until(lambda: records(user, "predictions"))
+        assert f"the topic {prefix}hidden" in str(decode(rejection.value, Prediction).error)
+        assert "deploy/acls.sh" in str(decode(rejection.value, Prediction).error)
         assert worker.stop() == 0
     sender.close(timeout=5)

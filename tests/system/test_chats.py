@@ -137,9 +137,9 @@ def test_the_command_line_asks_and_corrects_chats(corrected: System, run: Run) -
     assert outcome["status"] in {"added", "split"}
     (undone,) = lines(run("undo", "by hand", settings=corrected.settings))
     assert undone["status"] == "undone"
-    refused = run("send", settings=corrected.settings, given='{"inputs": [{"role": "bot", "content": "x"}]}')
-    assert status_of(refused) == 2
-    assert "`inputs[0].role` is 'bot'; use system, user or assistant" in " ".join(refused.stderr().split())
+    failed = run("send", settings=corrected.settings, given='{"inputs": [{"role": "bot", "content": "x"}]}')
+    assert status_of(failed) == 2
+    assert "`inputs[0].role` is 'bot'; use system, user or assistant" in " ".join(failed.stderr().split())
 
 
 def test_the_history_prints_chats(corrected: System, run: Run) -> None:

@@ -486,10 +486,10 @@ class TestTuning:
         chosen = [word for name in names for word in ("--layer", name)]
         model = str(checkpoints["llama"].folder)
         given = ["calibrate", str(tmp_path / "requests"), *chosen, "--model", model, "--json"]
-        refused = run(*given)
-        assert status_of(refused) == 2
+        failed = run(*given)
+        assert status_of(failed) == 2
         assert "name one layer, or set GRACESTREAM_QUERY_SOURCE=last to compare layers" in " ".join(
-            refused.stderr().split()
+            failed.stderr().split()
         )
         command = run(*given, query_source="last")
         assert status_of(command) == 0, command.stderr()

@@ -123,9 +123,9 @@ def test_what_is_no_exception_is_rejected_with_the_reason(running: Running) -> N
         assert status_of(done) == 1
         assert reason in json.loads(done.stdout())["reason"]
     both = {"inputs": ANSWERED, "except_from": "a", "target": "train"}
-    refused = running.run("correct", settings=running.settings, given=json.dumps(both))
-    assert status_of(refused) != 0
-    assert "not several" in refused.stderr().replace("\n", " ")
+    failed = running.run("correct", settings=running.settings, given=json.dumps(both))
+    assert status_of(failed) != 0
+    assert "not several" in failed.stderr().replace("\n", " ")
     unknown = running.run("near-misses", "--except", "nothing", settings=running.settings)
     assert (status_of(unknown), unknown.stdout()) == (1, "")
     assert "no entry answered request 'nothing'" in unknown.stderr()

@@ -113,9 +113,9 @@ def test_all_of_an_author_goes_and_comes_back(story: Running, run: Run) -> None:
 
 
 def test_what_cannot_be_undone_is_an_outcome_with_a_reason(story: Running, run: Run) -> None:
-    refused = run("undo", "nobody", settings=story.settings)
-    assert status_of(refused) == 1
-    outcome = json.loads(refused.stdout())
+    failed = run("undo", "nobody", settings=story.settings)
+    assert status_of(failed) == 1
+    outcome = json.loads(failed.stdout())
     assert (outcome["status"], outcome["reason"]) == (
         "rejected",
         "no feedback 'nobody' has had an effect, so there is nothing to undo",
@@ -319,8 +319,8 @@ def test_a_branch_of_another_codebook_has_its_own_digests_and_the_same_entries(s
     ours = replay_deltas(there.kafka)
     assert ours is not None
     assert (ours.name, ours.state_digest()) == ("other", report["state_digest"])
-    refused = run("replay", "--to-codebook", "other", settings=story.settings)
-    assert "it needs --to" in refused.stderr()
+    failed = run("replay", "--to-codebook", "other", settings=story.settings)
+    assert "it needs --to" in failed.stderr()
     assert "needs a prefix of its own" in sentence(
         run("replay", "--to", story.settings.kafka.topic_prefix, settings=story.settings)
     )

@@ -1,4 +1,4 @@
-"""Where answers go, what they take along, and what becomes of those that Kafka refuses."""
+"""Topics and headers of answers, and the fallbacks of answers that Kafka rejects."""
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -92,7 +92,7 @@ def long(request_id: str, number: int = 0) -> Request:
 
 
 class TestTooLarge:
-    def test_a_reply_that_kafka_refuses_becomes_an_error_and_its_neighbours_are_answered(
+    def test_a_reply_that_kafka_rejects_becomes_an_error_and_its_neighbours_are_answered(
         self, service: Service
     ) -> None:
         asked = [question(f"n{number}", prompt) for number, prompt in enumerate(PROMPTS)]
@@ -103,7 +103,7 @@ class TestTooLarge:
         assert {answer.error for answer in answers.values()} == {UNSET}
         assert metric(service.replica.port, "gracestream_replies_rejected_total") >= 1
 
-    def test_an_error_that_is_refused_too_leaves_a_dead_letter(self, service: Service) -> None:
+    def test_an_error_that_is_rejected_too_leaves_a_dead_letter(self, service: Service) -> None:
         name = "\U0001f600" * (MAX_ID_LENGTH - 8) + secrets.token_hex(4)
         service.send(long(name), ("k", bytes(600)))
         asked = service.users.ask(*(question(f"beside-{number}", PROMPTS[number]) for number in range(4)))
@@ -182,8 +182,8 @@ class TestReplyTo:
         self, service: Service
     ) -> None:
         to = ("reply_to", service.settings.kafka.topic("tiny-answers").encode())
-        refused = service.send(question("rt-large", PROMPTS[0]), to, ("k", bytes(TINY)))
-        error = str(service.answer("predictions", refused)[0].error)
+        rejected = service.send(question("rt-large", PROMPTS[0]), to, ("k", bytes(TINY)))
+        error = str(service.answer("predictions", rejected)[0].error)
         assert (
             f"larger than a record of topic {service.settings.kafka.topic('tiny-answers')} may be; ask for less"
             in error
@@ -208,13 +208,13 @@ class TestReplyTo:
     def test_one_that_cannot_be_used_is_an_error_on_the_usual_one(
         self, service: Service, topic: str, reason: str
     ) -> None:
-        self.refused(service, service.settings.kafka.topic(topic), reason)
+        self.is_rejected(service, service.settings.kafka.topic(topic), reason)
 
     @pytest.mark.parametrize("topic", ["", "__consumer_offsets", "elsewhere", "\udcff"])
     def test_one_outside_the_deployment_is_an_error_on_the_usual_one(self, service: Service, topic: str) -> None:
-        self.refused(service, topic, "not a valid topic name|must begin with the deployment's prefix")
+        self.is_rejected(service, topic, "not a valid topic name|must begin with the deployment's prefix")
 
-    def refused(self, service: Service, topic: str, reason: str) -> None:
+    def is_rejected(self, service: Service, topic: str, reason: str) -> None:
         before = topics_of(service.settings)
         raw = topic.encode(errors="surrogateescape")
         name = service.send(question(f"to-{secrets.token_hex(4)}", PROMPTS[0]), ("reply_to", raw), ("k", b"1"))

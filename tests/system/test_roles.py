@@ -33,7 +33,7 @@ def running(deploy: Callable[..., Settings], prefix: str, folder: Path) -> Itera
         deployment.users.close()
 
 
-def refused(running: Deployment, sent: SignedFeedback, reason: str) -> bool:
+def is_rejected(running: Deployment, sent: SignedFeedback, reason: str) -> bool:
     (outcome,) = running.send(sent)
     return (outcome.status, outcome.seq, reason in str(outcome.reason)) == ("rejected", UNSET, True)
 
@@ -44,25 +44,27 @@ def test_nobody_takes_back_what_his_role_does_not_allow_also_when_roles_change(
     anns, anonymous = signed("ann", PROMPTS[0], ANN), unsigned("anonymous", inputs=PROMPTS[1], target="museum")
     assert {one.status for one in running.send(anns, anonymous)} == {"added"}
     by_ann = f"feedback {anns.feedback_id!r} is by 'ann', signed, and this undo is "
-    assert refused(running, unsigned("u0", undo=anns.feedback_id), by_ann + "without an author")
-    assert refused(running, unsigned("u1", undo=anns.feedback_id, author="eve"), by_ann + "by 'eve', not signed")
-    assert refused(running, unsigned("u2", undo_author="ann"), "may not undo what 'ann' sent")
-    assert refused(running, unsigned("u3", undo_author="ann", author="ann"), "it is not signed, and author 'ann'")
-    assert refused(running, signed_as("bob", BOB, undo=anns.feedback_id), by_ann + "by 'bob', signed")
-    assert refused(running, signed_as("bob", BOB, undo_author="ann"), "author 'bob' may not undo what 'ann' sent")
-    assert refused(running, signed("carl", PROMPTS[2], CARL), "'carl' may not make corrections without the role")
+    assert is_rejected(running, unsigned("u0", undo=anns.feedback_id), by_ann + "without an author")
+    assert is_rejected(running, unsigned("u1", undo=anns.feedback_id, author="eve"), by_ann + "by 'eve', not signed")
+    assert is_rejected(running, unsigned("u2", undo_author="ann"), "may not undo what 'ann' sent")
+    assert is_rejected(running, unsigned("u3", undo_author="ann", author="ann"), "it is not signed, and author 'ann'")
+    assert is_rejected(running, signed_as("bob", BOB, undo=anns.feedback_id), by_ann + "by 'bob', signed")
+    assert is_rejected(running, signed_as("bob", BOB, undo_author="ann"), "author 'bob' may not undo what 'ann' sent")
+    assert is_rejected(running, signed("carl", PROMPTS[2], CARL), "'carl' may not make corrections without the role")
     assert running.deltas() == 2
     undo = signed_as("carl", CARL, undo=anns.feedback_id)
     assert [one.status for one in running.send(undo, unsigned("u4", undo="anonymous"))] == ["undone", "undone"]
-    assert refused(running, signed_as("ann", ANN, undo=undo.feedback_id), "is by 'carl', signed, and this undo is by")
+    assert is_rejected(
+        running, signed_as("ann", ANN, undo=undo.feedback_id), "is by 'carl', signed, and this undo is by"
+    )
 
     running.authors.write_text(AFTER)
     running.editor.kill()
     running.editor.start()
     running.editor.wait_ready(90)
-    assert refused(running, signed_as("carl", CARL, undo=undo.feedback_id), "may not undo without the role")
-    assert refused(running, signed("bob", PROMPTS[2], BOB), "'bob' may not make corrections")
-    assert refused(running, unsigned("u5", undo=anns.feedback_id, author="ann"), by_ann + "by 'ann', not signed")
+    assert is_rejected(running, signed_as("carl", CARL, undo=undo.feedback_id), "may not undo without the role")
+    assert is_rejected(running, signed("bob", PROMPTS[2], BOB), "'bob' may not make corrections")
+    assert is_rejected(running, unsigned("u5", undo=anns.feedback_id, author="ann"), by_ann + "by 'ann', not signed")
     assert running.send(signed("carl", PROMPTS[2], CARL))[0].status == "added"
     assert running.deltas() == 5
     replayed = run("replay", "--reproduce", "--json", settings=running.settings, authors_file="", within=180)
@@ -70,5 +72,5 @@ def test_nobody_takes_back_what_his_role_does_not_allow_also_when_roles_change(
     found = json.loads(replayed.stdout())
     assert found["first_difference"] is None
     assert found["digest"] == found["recorded_digest"]
-    # All refusals but that of the listed name without a signature, which admission made.
+    # All rejections but that of the listed name without a signature, which admission made.
     assert found["same_without_delta"] == 10

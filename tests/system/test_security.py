@@ -53,8 +53,8 @@ def in_time(**chosen: Any) -> Settings:
     return load_settings(startup_timeout=4.0, **chosen)
 
 
-def refused(run: Callable[..., Command], identity: dict[str, Any], **chosen: Any) -> str:
-    """The one sentence of a command that is not let in, long before its patience is at an end."""
+def access_error(run: Callable[..., Command], identity: dict[str, Any], **chosen: Any) -> str:
+    """The error of a command that may not connect. It ends long before its start-up timeout."""
     command = run("replay", **{**identity, "startup_timeout": 3600, **chosen})
     assert "waiting for" not in command.stderr()
     return sentence(command)
@@ -94,7 +94,7 @@ def test_a_correction_is_made_and_served(
         assert not editor.state()["degraded"]
         assert not replica.state()["degraded"]
         states = json.dumps([editor.state(), replica.state()])
-    assert redis_server.refused(prefix) == []
+    assert redis_server.denied_commands(prefix) == []
     shown = (
         "".join(text for one in (editor, replica, corrected, asked) for text in (one.stdout(), one.stderr())) + states
     )
@@ -154,7 +154,7 @@ class TestKafka:
         self, way: str, identities: dict[str, dict[str, Any]], run: Callable[..., Command]
     ) -> None:
         identity = {**identities[way], "kafka_password": "a guess"}
-        said = refused(run, identity)
+        said = access_error(run, identity)
         assert f"does not accept the user {identity['kafka_username']!r} by {way} (" in said
         assert "check GRACESTREAM_KAFKA_USERNAME, GRACESTREAM_KAFKA_PASSWORD" in said
         assert "a guess" not in said
@@ -170,23 +170,23 @@ class TestKafka:
     def test_a_mechanism_that_it_does_not_have_for_the_user(
         self, identities: dict[str, dict[str, Any]], run: Callable[..., Command]
     ) -> None:
-        said = refused(run, {**identities["SCRAM-SHA-512"], "kafka_sasl_mechanism": "PLAIN"})
+        said = access_error(run, {**identities["SCRAM-SHA-512"], "kafka_sasl_mechanism": "PLAIN"})
         assert "GRACESTREAM_KAFKA_SASL_MECHANISM" in said
 
     def test_an_authority_that_nobody_knows(
         self, identities: dict[str, dict[str, Any]], run: Callable[..., Command], tmp_path: Path
     ) -> None:
-        said = refused(run, {**identities["PLAIN"], "kafka_ca": ""})
+        said = access_error(run, {**identities["PLAIN"], "kafka_ca": ""})
         assert "is not trusted: unable to get local issuer certificate; check GRACESTREAM_KAFKA_CA" in said
         other = Certificates.made_in(tmp_path)
-        assert "is not trusted: " in refused(run, {**identities["PLAIN"], "kafka_ca": str(other.ca)})
+        assert "is not trusted: " in access_error(run, {**identities["PLAIN"], "kafka_ca": str(other.ca)})
 
     def test_a_certificate_for_another_host(
         self, identities: dict[str, dict[str, Any]], run: Callable[..., Command]
     ) -> None:
         identity = identities["PLAIN"]
         address = identity["kafka"].replace("127.0.0.1", "localhost")
-        said = refused(run, identity, kafka=address)
+        said = access_error(run, identity, kafka=address)
         assert f"Kafka at {address} is not trusted: Hostname mismatch" in said
         wait_for_kafka(
             in_time(**{**identity, "kafka": address, "kafka_check_hostname": False}).kafka, report=pytest.fail
@@ -197,10 +197,10 @@ class TestKafka:
     ) -> None:
         identity = identities["certificate"]
         without = {name: value for name, value in identity.items() if name not in {"kafka_certificate", "kafka_key"}}
-        assert "refuses the client's certificate" in refused(run, without)
+        assert "rejects the client's certificate" in access_error(run, without)
         certificate, key = Certificates.made_in(tmp_path).issue(SUPER_USER)
         strangers = {"kafka_certificate": str(certificate), "kafka_key": str(key)}
-        assert "refuses the client's certificate" in refused(run, without, **strangers)
+        assert "rejects the client's certificate" in access_error(run, without, **strangers)
 
     @pytest.mark.parametrize("protocol", ["PLAINTEXT", "SASL_PLAINTEXT"])
     def test_speaking_without_tls_where_tls_is_spoken(
@@ -327,7 +327,7 @@ class TestRedis:
             chosen = {**chosen, "redis_password": "a-guess"}
         worker = run("edit", settings=deployment, **{**chosen, "startup_timeout": 3600})
         said = sentence(worker)
-        assert said.startswith(f"Redis at rediss://{redis_server.address}/0 refuses this user (")
+        assert said.startswith(f"Redis at rediss://{redis_server.address}/0 rejects this user (")
         assert "GRACESTREAM_REDIS_PASSWORD" in said
         assert "a-guess" not in worker.stderr()
 

@@ -1,4 +1,4 @@
-"""Who may edit: an editor takes what listed authors sign, refuses the rest with a reason, and keeps to limits."""
+"""Admission: an editor accepts feedback that listed authors sign, rejects other feedback, and applies rate limits."""
 
 import json
 import secrets
@@ -81,17 +81,17 @@ def test_a_signed_record_sent_again_changes_nothing(running: Deployment) -> None
     assert deltas_in_log(running.settings)[-1].seq == before
 
 
-def test_an_author_taken_off_the_list_is_refused_while_the_editor_runs_and_a_broken_list_changes_nothing(
+def test_an_author_taken_off_the_list_is_rejected_while_the_editor_runs_and_a_broken_list_changes_nothing(
     running: Deployment,
 ) -> None:
     whole = running.authors.read_text()
     assert running.send(signed("carl", PROMPTS[4], CARL))[0].status != "rejected"
     running.authors.write_text("".join(line(name, key) for name, (key, _) in LIST.items() if name != "carl"))
-    (refused,) = running.send(signed("carl", PROMPTS[5], CARL))
-    assert "author 'carl' is not on the list of authors" in str(refused.reason)
+    (rejected,) = running.send(signed("carl", PROMPTS[5], CARL))
+    assert "author 'carl' is not on the list of authors" in str(rejected.reason)
     running.authors.write_text("carl = ")
-    (refused, taken) = running.send(signed("carl", PROMPTS[6], CARL), signed("ann", PROMPTS[7], ANN))
-    assert (refused.status, taken.status == "rejected") == ("rejected", False)
+    (rejected, taken) = running.send(signed("carl", PROMPTS[6], CARL), signed("ann", PROMPTS[7], ANN))
+    assert (rejected.status, taken.status == "rejected") == ("rejected", False)
     assert "authors_reload_failed" in running.editor.stderr()
     running.authors.write_text(whole)
     assert running.send(signed("carl", PROMPTS[8], CARL))[0].status != "rejected"

@@ -47,7 +47,7 @@ def left_alone(_running: Deployment, _folder: Path) -> Generator[None, None, Non
 Interruption = Callable[[Deployment, Path], Generator[None, None, None]]
 
 
-def refused_as_copies(outcomes: list[Outcome]) -> bool:
+def rejected_as_copies(outcomes: list[Outcome]) -> bool:
     return all(one.status == "rejected" and "its signed id was used at offset " in str(one.reason) for one in outcomes)
 
 
@@ -72,19 +72,19 @@ def test_what_had_no_effect_has_none_when_it_is_sent_again(
         running.authors.write_text(running.authors.read_text() + line("carl", CARL))
         before = running.deltas()
         for _ in range(2):
-            assert refused_as_copies(running.send(*early))
+            assert rejected_as_copies(running.send(*early))
         assert running.deltas() == before
         assert running.send(signed("carl", PROMPTS[0], CARL))[0].status == "added", "what is signed anew is taken"
 
 
-def test_copies_use_up_no_limit_and_what_a_limit_refused_is_spent(running: Deployment) -> None:
+def test_copies_use_up_no_limit_and_what_a_limit_rejected_is_spent(running: Deployment) -> None:
     sent = [signed("bob", prompt, BOB) for prompt in PROMPTS[:2]]
     first, late = running.send(*sent)
     assert (first.status, late.status) == ("added", "rejected")
     assert str(late.reason).endswith("Z, signed with a new id")
     before = running.deltas()
     copied, spent = running.send(*sent)
-    assert (copied.status, refused_as_copies([spent])) == ("unchanged", True)
+    assert (copied.status, rejected_as_copies([spent])) == ("unchanged", True)
     counted = [edit for edit in records(running.settings, "edits") if headers_of(edit).get("author") == "bob"]
     assert len(counted) == 1
     assert running.deltas() == before
@@ -115,7 +115,7 @@ def test_another_spelling_of_a_signed_record_is_neither_taken_nor_does_it_spend_
         text[:-1] + ',"author":"ann"}',
     ]
     for spelling in spellings:
-        (refused,) = running.send(SignedFeedback("f", spelling.encode()))
-        assert "its signature is not valid for author 'ann'" in str(refused.reason)
+        (rejected,) = running.send(SignedFeedback("f", spelling.encode()))
+        assert "its signature is not valid for author 'ann'" in str(rejected.reason)
     assert len(deltas_in_log(running.settings)) == 1
     assert running.send(sent)[0].status == "added"

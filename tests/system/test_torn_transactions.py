@@ -113,8 +113,8 @@ class TestAudit:
     def test_a_file_that_cannot_be_written_is_one_sentence(
         self, damaged: Settings, run: Callable[..., Command]
     ) -> None:
-        refused = run("audit", "--lost", "/no/such/folder", settings=damaged)
-        assert sentence(refused) == (
+        failed = run("audit", "--lost", "/no/such/folder", settings=damaged)
+        assert sentence(failed) == (
             "/no/such/folder cannot be written: No such file or directory; choose another --lost"
         )
 

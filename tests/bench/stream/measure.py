@@ -49,7 +49,7 @@ class StreamState:
         """The name of this state in rows, such as `keys, 1,000`."""
         return f"{self.kind.name}, {len(self.corrections):,}"
 
-    def accepted(self) -> list[int]:
+    def not_rejected(self) -> list[int]:
         """The numbers of the corrections that were not rejected."""
         return [one.number for one in self.corrections if one.status != "rejected"]
 
@@ -63,18 +63,18 @@ def checkpoint(state: StreamState) -> Iterator[Row]:
 
 def correction_rows(state: StreamState) -> Iterator[Row]:
     """Rows of corrections that were right at once, and that are in force now."""
-    setting, accepted = f"corrections/{state.setting}", state.accepted()
+    setting, not_rejected = f"corrections/{state.setting}", state.not_rejected()
     yield Row(f"{setting}/made", len(state.corrections), "count")
-    yield Row(f"{setting}/rejected", len(state.corrections) - len(accepted), "count")
+    yield Row(f"{setting}/rejected", len(state.corrections) - len(not_rejected), "count")
     yield Row(f"{setting}/unchanged", sum(one.status == "unchanged" for one in state.corrections), "count")
     yield Row(f"{setting}/entries", len(state.engine.codebook), "count")
     yield _share(f"{setting}/ES", [one.right for one in state.corrections])
-    right_at_once = _share(f"{setting}/at once", [state.corrections[number].right for number in accepted])
+    right_at_once = _share(f"{setting}/at once", [state.corrections[number].right for number in not_rejected])
     yield right_at_once
-    feedback = [state.feedback[number] for number in accepted]
+    feedback = [state.feedback[number] for number in not_rejected]
     yield _share(f"{setting}/ERR", are_served(state.engine, state.prompt_cache, feedback), right_at_once.value)
     if state.kind.gives_targets:
-        sample = draw_sample(accepted, CHECKED_CORRECTIONS)
+        sample = draw_sample(not_rejected, CHECKED_CORRECTIONS)
         before = mean(state.corrections[number].right for number in sample) if sample else 0.0
         now = [answers_correctly(state.engine, state.feedback[number]) for number in sample]
         yield _share(f"{setting}/ERR, answered", now, before)

@@ -165,7 +165,7 @@ class StreamRun:
     def undo(self) -> Iterator[Row]:
         """The rows of the undo. No correction can follow it."""
         self._report(f"{self._state.setting}: undoing the corrections of one author")
-        progress = Progress(f"{self._state.kind.name}: records read", 2 * len(self._state.accepted()), self._report)
+        progress = Progress(f"{self._state.kind.name}: records read", 2 * len(self._state.not_rejected()), self._report)
         return undo_rows(self._state, self._log, progress.step)
 
     def _make(self, number: int) -> LoggedCorrection:

@@ -62,7 +62,7 @@ def undo_rows(state: StreamState, log: StreamLog, heartbeat: Callable[[], object
     state.engine.apply(result.delta_record)
     other = rebuild_without(state, history, heartbeat)
     setting = f"undo/{state.setting}"
-    undone = [number for number in state.accepted() if state.feedback[number].author == AUTHORS[0]]
+    undone = [number for number in state.not_rejected() if state.feedback[number].author == AUTHORS[0]]
     yield Row(f"{setting}/undone", len(undone), "count")
     yield Row(f"{setting}/decided again", len(decode_delta(result.delta_record).decided), "count")
     yield Row(f"{setting}/seconds", seconds, "s", floor)

@@ -237,7 +237,7 @@ class TestRedis:
         with pytest.raises(StackError, match=f"port {own_redis.port} of 127.0.0.1, wanted for Valkey, is in use"):
             LocalRedis(tmp_path / "other", own_redis.port).start()
 
-    def test_another_one_on_the_same_data_is_refused(self, own_redis: LocalRedis) -> None:
+    def test_another_one_on_the_same_data_is_rejected(self, own_redis: LocalRedis) -> None:
         with pytest.raises(StackError, match=f"another Valkey runs on the data in {own_redis.data_dir}; stop it"):
             LocalRedis(own_redis.data_dir).start()
         own_redis.kill()

@@ -149,7 +149,7 @@ class TestAnotherLog:
             client.close()
         create_topics(settings.kafka, partitions=4, replication=1)
 
-    def test_a_snapshot_ahead_of_a_log_that_was_made_anew_is_refused(
+    def test_a_snapshot_ahead_of_a_log_that_was_made_anew_is_rejected(
         self, history: History, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         snapshot(history.settings)

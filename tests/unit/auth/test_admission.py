@@ -16,7 +16,7 @@ from gracestream.pipeline.auth.admission import (
     AcceptedFeedback,
     Admission,
     DuplicateFeedback,
-    FeedbackRefused,
+    FeedbackRejected,
     SlidingWindowLimiter,
 )
 from gracestream.pipeline.auth.authors import Author, AuthorsError
@@ -65,15 +65,15 @@ def admit(judge: Admission, raw: bytes, time: int = NOON, offset: int | None = N
     return judge.accept(decode(raw, Feedback), raw, next(FRESH) if offset is None else offset, time)
 
 
-def refused(judge: Admission, raw: bytes, time: int = NOON, offset: int | None = None) -> FeedbackRefused:
-    with pytest.raises(FeedbackRefused) as caught:
+def rejected(judge: Admission, raw: bytes, time: int = NOON, offset: int | None = None) -> FeedbackRejected:
+    with pytest.raises(FeedbackRejected) as caught:
         admit(judge, raw, time, offset)
     assert "\n" not in str(caught.value)
     return caught.value
 
 
-def refusal(judge: Admission, raw: bytes, time: int = NOON) -> str:
-    return str(refused(judge, raw, time))
+def rejection_reason(judge: Admission, raw: bytes, time: int = NOON) -> str:
+    return str(rejected(judge, raw, time))
 
 
 class TestSignatures:
@@ -100,36 +100,36 @@ class TestSignatures:
             (record("ann"), "it is not signed"),
         ],
     )
-    def test_anything_else_that_claims_to_be_a_listed_authors_is_refused(
+    def test_anything_else_that_claims_to_be_a_listed_authors_is_rejected(
         self, raw: bytes, reason: str, required: bool
     ) -> None:
-        assert reason in refusal(admission(require_signature=required), raw)
+        assert reason in rejection_reason(admission(require_signature=required), raw)
 
     def test_who_is_not_on_the_list_must_sign_only_where_signatures_are_required(self) -> None:
         for author in (None, "mallory"):
             assert admit(admission(), record(author)).author == (author or "")
-            assert "it is not signed" in refusal(admission(require_signature=True), record(author))
+            assert "it is not signed" in rejection_reason(admission(require_signature=True), record(author))
 
     def test_without_a_list_a_signature_cannot_be_checked_and_all_else_is_let_in(self) -> None:
         assert admit(admission(None), record("ann")).author == "ann"
-        assert "no list of authors to check signatures by" in refusal(admission(None), record("ann", ANNS))
+        assert "no list of authors to check signatures by" in rejection_reason(admission(None), record("ann", ANNS))
 
-    def test_a_key_taken_off_the_list_is_refused_from_the_next_record_on(self) -> None:
+    def test_a_key_taken_off_the_list_is_rejected_from_the_next_record_on(self) -> None:
         authors = dict(AUTHORS)
         judge = admission(authors)
         admit(judge, record("ann", ANNS))
         authors["ann"] = Author("ann", (ANNS_NEW.public_key(),))
-        assert "not valid for author 'ann'" in refusal(judge, record("ann", ANNS))
+        assert "not valid for author 'ann'" in rejection_reason(judge, record("ann", ANNS))
         admit(judge, record("ann", ANNS_NEW))
         del authors["ann"]
-        assert "not on the list" in refusal(judge, record("ann", ANNS_NEW))
+        assert "not on the list" in rejection_reason(judge, record("ann", ANNS_NEW))
 
 
 class TestSpent:
-    def test_a_copy_is_refused_and_names_the_first(self) -> None:
+    def test_a_copy_is_rejected_and_names_the_first(self) -> None:
         judge, raw = admission(), record("ann", ANNS)
         admit(judge, raw, offset=7)
-        found = refused(judge, raw, offset=9)
+        found = rejected(judge, raw, offset=9)
         assert isinstance(found, DuplicateFeedback)
         assert (found.first_offset, found.mark) == (7, None)
         assert str(found).startswith("its signed id was used at offset 7 already; ")
@@ -140,17 +140,17 @@ class TestSpent:
         judge.reset()
         assert admit(judge, raw, offset=7) == first
 
-    def test_another_text_under_a_spent_id_is_refused(self) -> None:
+    def test_another_text_under_a_spent_id_is_rejected(self) -> None:
         judge = admission()
         admit(judge, record("ann", ANNS, feedback_id="f"))
-        assert isinstance(refused(judge, record("ann", ANNS_NEW, feedback_id="f", target="z")), DuplicateFeedback)
+        assert isinstance(rejected(judge, record("ann", ANNS_NEW, feedback_id="f", target="z")), DuplicateFeedback)
 
     def test_nobody_spends_the_ids_of_others(self) -> None:
         judge = admission()
         admit(judge, record("bob", BOBS, feedback_id="f"))
         admit(judge, record(None, feedback_id="f"))
         for forged in (record("ann", STRANGERS, feedback_id="f"), record("ann", feedback_id="f")):
-            refused(judge, forged)
+            rejected(judge, forged)
         admit(judge, record("ann", ANNS, feedback_id="f"))
 
     def test_what_is_not_signed_is_not_spent(self) -> None:
@@ -158,30 +158,30 @@ class TestSpent:
         assert admit(judge, raw).mark is admit(judge, raw).mark is None
 
     @pytest.mark.parametrize("before", [{}, {"ann": Author("ann", (ANNS_NEW.public_key(),))}], ids=["name", "key"])
-    def test_what_was_refused_before_its_author_was_listed_is_spent(self, before: dict[str, Author]) -> None:
+    def test_what_was_rejected_before_its_author_was_listed_is_spent(self, before: dict[str, Author]) -> None:
         authors = dict(before)
         judge, raw = admission(authors), record("ann", ANNS)
-        assert refused(judge, raw, offset=3).mark == mark_of_record(raw)
-        assert refused(judge, raw, offset=4).mark is None, "a copy spends nothing more"
+        assert rejected(judge, raw, offset=3).mark == mark_of_record(raw)
+        assert rejected(judge, raw, offset=4).mark is None, "a copy spends nothing more"
         authors["ann"] = AUTHORS["ann"]
-        found = refused(judge, raw, offset=5)
+        found = rejected(judge, raw, offset=5)
         assert isinstance(found, DuplicateFeedback)
         assert found.first_offset == 3
         admit(judge, record("ann", ANNS))
 
-    def test_what_was_refused_when_there_was_no_list_is_spent(self) -> None:
+    def test_what_was_rejected_when_there_was_no_list_is_spent(self) -> None:
         raw = record("ann", ANNS)
-        mark = refused(admission(None), raw, offset=3).mark
-        assert isinstance(refused(admission(marks=lambda _: [(0, mark, 3)]), raw, offset=4), DuplicateFeedback)
+        mark = rejected(admission(None), raw, offset=3).mark
+        assert isinstance(rejected(admission(marks=lambda _: [(0, mark, 3)]), raw, offset=4), DuplicateFeedback)
 
-    def test_what_a_limit_refuses_is_spent_and_a_copy_counts_against_no_limit(self) -> None:
+    def test_what_a_limit_rejects_is_spent_and_a_copy_counts_against_no_limit(self) -> None:
         judge, sent, late = admission(), record("bob", BOBS), record("bob", BOBS)
         admit(judge, sent, NOON)
-        found = refused(judge, late, NOON, offset=8)
+        found = rejected(judge, late, NOON, offset=8)
         assert str(found).endswith("after 2027-01-15T08:01:00Z, signed with a new id")
         assert found.mark is not None
         for raw in (sent, late):
-            assert isinstance(refused(judge, raw, NOON + RATE_WINDOW_MS), DuplicateFeedback)
+            assert isinstance(rejected(judge, raw, NOON + RATE_WINDOW_MS), DuplicateFeedback)
         admit(judge, record("bob", BOBS), NOON + RATE_WINDOW_MS)
 
     def test_an_editor_knows_what_its_predecessors_spent(self) -> None:
@@ -189,7 +189,7 @@ class TestSpent:
         standby = admission(marks=lambda since: [one for one in log if one[0] >= since])
         standby.catch_up()
         log += [(10, None, 6), (11, admit(admission(), raw, offset=7).mark, 7)]
-        found = refused(standby, raw, offset=9)
+        found = rejected(standby, raw, offset=9)
         assert isinstance(found, DuplicateFeedback)
         assert found.first_offset == 7
 
@@ -213,22 +213,22 @@ class TestLimit:
         judge = admission(per_minute=2)
         for time in (NOON, NOON + 20_400):
             admit(judge, record("carl"), time)
-        said = refusal(judge, record("carl"), NOON + 30_000)
+        said = rejection_reason(judge, record("carl"), NOON + 30_000)
         assert said == "author 'carl' is limited to 2 a minute; send this again after 2027-01-15T08:01:00Z"
         admit(judge, record("carl"), NOON + RATE_WINDOW_MS)
-        assert "after 2027-01-15T08:01:21Z" in refusal(judge, record("carl"), NOON + RATE_WINDOW_MS)
+        assert "after 2027-01-15T08:01:21Z" in rejection_reason(judge, record("carl"), NOON + RATE_WINDOW_MS)
 
-    def test_what_is_refused_counts_against_nothing(self) -> None:
+    def test_what_is_rejected_counts_against_nothing(self) -> None:
         judge = admission(per_minute=1)
         admit(judge, record("carl"), NOON)
         for time in range(NOON, NOON + RATE_WINDOW_MS, 1000):
-            refusal(judge, record("carl"), time)
+            rejection_reason(judge, record("carl"), time)
         admit(judge, record("carl"), NOON + RATE_WINDOW_MS)
 
     def test_forged_records_do_not_use_up_an_authors_share(self) -> None:
         judge = admission(per_minute=1)
         for forged in (record("ann"), record("ann", STRANGERS)):
-            refusal(judge, forged)
+            rejection_reason(judge, forged)
         admit(judge, record("ann", ANNS))
 
     def test_a_listed_author_may_have_a_limit_of_his_own(self) -> None:
@@ -237,22 +237,22 @@ class TestLimit:
         for _ in range(10):
             admit(judge, record("ann", ANNS))
         admit(judge, record("bob", BOBS))
-        assert "limited to 1 a minute" in refusal(judge, record("bob", BOBS))
+        assert "limited to 1 a minute" in rejection_reason(judge, record("bob", BOBS))
 
     def test_records_without_an_author_share_one(self) -> None:
         judge = admission(per_minute=2)
         admit(judge, record(None))
         admit(judge, record(None))
-        assert "feedback without an author is limited to 2" in refusal(judge, record(None))
+        assert "feedback without an author is limited to 2" in rejection_reason(judge, record(None))
         admit(judge, record("carl"))
 
     def test_a_clock_that_goes_back_gives_nobody_more(self) -> None:
         judge = admission(per_minute=1)
         admit(judge, record("carl"), NOON)
-        refusal(judge, record("carl"), NOON - 5 * RATE_WINDOW_MS)
+        rejection_reason(judge, record("carl"), NOON - 5 * RATE_WINDOW_MS)
         admit(judge, record("dora"), NOON + 2 * RATE_WINDOW_MS)
         admit(judge, record("carl"), NOON)
-        refusal(judge, record("carl"), NOON + 2 * RATE_WINDOW_MS)
+        rejection_reason(judge, record("carl"), NOON + 2 * RATE_WINDOW_MS)
 
 
 steps = st.lists(
@@ -278,7 +278,7 @@ def decisions(
             )
         try:
             made.append(window.accept(author, time, limit))
-        except FeedbackRefused:
+        except FeedbackRejected:
             made.append(None)
     return made
 
@@ -291,7 +291,7 @@ class TestLastMinute:
 
     @MANY
     @given(steps, st.integers(1, 4))
-    def test_no_minute_has_more_than_the_limit_and_none_is_refused_for_less(
+    def test_no_minute_has_more_than_the_limit_and_none_is_rejected_for_less(
         self, given: list[tuple[str, int]], limit: int
     ) -> None:
         made = decisions(given, limit)
@@ -340,7 +340,7 @@ class TestCost:
         monkeypatch.setattr(Tick, "comparisons", 0)
         window, records = SlidingWindowLimiter(), 3000
         for number in range(records):
-            with suppress(FeedbackRefused):
+            with suppress(FeedbackRejected):
                 window.accept(f"author-{number % authors}", Tick(NOON + number), limit)
         assert Tick.comparisons <= 4 * records
         assert len(window) == (limit if limit and authors == 1 else records)
@@ -359,10 +359,10 @@ def test_an_editor_takes_up_the_minute_of_its_predecessor() -> None:
         AcceptedFeedback("dora", NOON),
     ]
     judge = admission(earlier=earlier, per_minute=1)
-    refusal(judge, record("carl"), NOON)
+    rejection_reason(judge, record("carl"), NOON)
     admit(judge, record("ed"), NOON)
     judge.reset()
-    refusal(judge, record("dora"), NOON + 1)
+    rejection_reason(judge, record("dora"), NOON + 1)
 
 
 def test_the_headers_of_an_outcome_tell_all_that_counts() -> None:

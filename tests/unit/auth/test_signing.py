@@ -259,6 +259,6 @@ class TestKeys:
         assert decode_public_key(encode_public_key(KEY.public_key())) == KEY.public_key()
 
     @pytest.mark.parametrize("text", ["", "ed25519", "AAAA", "A6EHv/POEL4dcN0Y50vAmWfk1jCbpQ1fHdyGZBJVMbg", "é" * 44])
-    def test_what_is_no_public_key_is_refused(self, text: str) -> None:
+    def test_what_is_no_public_key_is_rejected(self, text: str) -> None:
         with pytest.raises(ValueError, match=r"."):
             decode_public_key(text)

@@ -138,7 +138,7 @@ REASONS = {
     ],
     "names an entry twice": ["one entry removed twice", "an entry removed and then changed"],
 }
-"""Why each is refused."""
+"""The reason for which each is rejected."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A codebook's file: what was written comes back bit for bit and goes on as it would have; all else is refused."""
+"""A codebook's file restores the codebook bit for bit; any other file is rejected."""
 
 import os
 import stat
@@ -89,7 +89,7 @@ def test_one_whose_entries_are_all_gone_still_knows_their_width(tmp_path: Path) 
         assert one.apply(sealed(one, added("new", [1, 2, 3], 1.0))) is not None
 
 
-def test_any_bit_that_is_another_is_refused(tmp_path: Path) -> None:
+def test_any_bit_that_is_another_is_rejected(tmp_path: Path) -> None:
     save_codebook(filled(KEYS), tmp_path / "codebook")
     whole = (tmp_path / "codebook").read_bytes()
     for place in range(len(whole)):
@@ -122,7 +122,7 @@ NUMBERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("fault", NUMBERS)
-def test_content_that_does_not_fit_is_refused_even_under_a_digest_of_its_own(tmp_path: Path, fault: str) -> None:
+def test_content_that_does_not_fit_is_rejected_even_under_a_digest_of_its_own(tmp_path: Path, fault: str) -> None:
     save_codebook(filled(KEYS), tmp_path / "codebook")
     tensors = load_tensors((tmp_path / "codebook").read_bytes())
     assert same(parse_codebook(resealed(tensors)), filled(KEYS))
@@ -131,7 +131,7 @@ def test_content_that_does_not_fit_is_refused_even_under_a_digest_of_its_own(tmp
         parse_codebook(resealed({**tensors, name: np.ascontiguousarray(change(tensors[name]))}))
 
 
-def test_a_tensor_that_is_missing_or_one_too_many_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_that_is_missing_or_one_too_many_is_rejected(tmp_path: Path) -> None:
     save_codebook(filled(KEYS), tmp_path / "codebook")
     tensors = load_tensors((tmp_path / "codebook").read_bytes())
     for name in tensors:

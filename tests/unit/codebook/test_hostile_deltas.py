@@ -1,4 +1,4 @@
-"""Ten thousand mutants of real deltas: none is applied, none is applied in part, each is refused with a reason."""
+"""Ten thousand mutants of real deltas: each is rejected with a reason, and none is applied, not even in part."""
 
 import random
 from collections import Counter
@@ -85,10 +85,10 @@ def test_a_mutant_is_never_applied(seed: int) -> None:
             assert book.apply(mutant) is None, mutant
             met["of a lower term"] += 1
         except HistoryError as fault:
-            met["refused" if str(fault) else "without a reason"] += 1
+            met["rejected" if str(fault) else "without a reason"] += 1
         assert (book.seq, book.term, book.digest) == states[place][:3]
         assert book.state_digest() == states[place][3]
-    assert met["refused"] > MUTANTS / 4
+    assert met["rejected"] > MUTANTS / 4
     assert not met["without a reason"]
     for book, record in zip(books, RECORDS, strict=True):
         assert book.apply(record) is not None, "what is bit for bit the record is applied all the same"
@@ -109,7 +109,7 @@ def test_a_mutant_that_continues_the_chain_is_applied_whole_or_not_at_all() -> N
             applied = None
         if applied is None:
             assert (book.seq, book.state_digest()) == (place, before)
-            met["refused"] += 1
+            met["rejected"] += 1
             continue
         met["applied"] += 1
         assert book.seq == place + 1
@@ -118,4 +118,4 @@ def test_a_mutant_that_continues_the_chain_is_applied_whole_or_not_at_all() -> N
         assert np.isfinite(book.values_NV).all()
         assert (book.radii_N >= 0).all()
         assert book.state_digest() != before or not applied.slots
-    assert min(met["refused"], met["applied"]) > 10
+    assert min(met["rejected"], met["applied"]) > 10

@@ -61,7 +61,7 @@ class TestCompose:
             assert worker in compose()["services"]
             assert override["services"][worker]["volumes"][0]["target"] == "/model"
 
-    def test_the_schema_does_refuse_what_is_wrong(self) -> None:
+    def test_the_schema_does_reject_what_is_wrong(self) -> None:
         schema = json.loads((ROOT / "tests" / "data" / "compose-spec.json").read_text())
         document = compose()
         document["services"]["editor"]["helthcheck"] = {}

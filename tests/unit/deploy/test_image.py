@@ -33,12 +33,12 @@ class TestImage:
         rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
         assert rules[0] == "*"
         allowed = [rule[1:] for rule in rules if rule[0] == "!"]
-        refused = [rule.removeprefix("**/") for rule in rules[1:] if rule[0] != "!"]
+        rejected = [rule.removeprefix("**/") for rule in rules[1:] if rule[0] != "!"]
         assert f"deploy/requirements/{variant}.txt" in copied(variant)
         for source in copied(variant):
             assert (ROOT / source).exists(), source
             assert source.split("/")[0] in allowed, source
-            assert not any(fnmatch(part, rule) for part in source.split("/") for rule in refused), source
+            assert not any(fnmatch(part, rule) for part in source.split("/") for rule in rejected), source
 
     def test_the_encoder_of_queries_is_in_it(self) -> None:
         assert "deploy/requirements/encoder.txt" in copied("cpu")

@@ -106,7 +106,7 @@ def test_radii_of_each_corrections_own_are_an_encoders_unless_a_radius_is_set() 
 
 
 @pytest.mark.parametrize("alpha", [0, 0.001, 0.5])
-def test_a_share_that_nothing_was_measured_for_is_refused(alpha: float) -> None:
+def test_a_share_that_nothing_was_measured_for_is_rejected(alpha: float) -> None:
     with pytest.raises(SettingsError, match="GRACESTREAM_SCOPE_ERROR_RATE"):
         load_settings(scope_error_rate=alpha)
 

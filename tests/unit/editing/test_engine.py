@@ -1,4 +1,4 @@
-"""One correction in, one outcome out: the engine edits, refuses with a reason, and does the same every time."""
+"""One outcome per correction: the engine edits or rejects with a reason, and decides the same every time."""
 
 from typing import Any
 
@@ -103,7 +103,7 @@ def test_fault_correcting_the_same_prompt_twice_loses_both_edits(model: Editable
     assert (len(engine.codebook), engine.memory.feedback_ids) == (1, ["second"])
 
 
-def test_the_same_feedback_again_is_unchanged_while_it_holds_and_refused_once_it_does_not(bert: EditableModel) -> None:
+def test_the_same_feedback_again_is_unchanged_while_it_holds_and_rejected_once_it_does_not(bert: EditableModel) -> None:
     engine = engine_of(bert)
     target = wrong_target(engine, TEXTS[0])
     correct(engine, "a", TEXTS[0], target, 4)
@@ -151,7 +151,7 @@ def test_where_the_model_is_right_nothing_changes_but_what_the_editor_remembers(
         ("llama", (TEXTS[0], TEXTS[1]), WORDS[0], "one text, not a pair"),
     ],
 )
-def test_what_the_model_cannot_take_is_refused_as_invalid_with_the_reason(
+def test_what_the_model_cannot_take_is_rejected_as_invalid_with_the_reason(
     kind: str, inputs: Any, target: str, reason: str
 ) -> None:
     engine = engine_of(editable(kind))
@@ -326,7 +326,7 @@ def test_key_and_value_have_the_widths_of_the_layers_input_and_output(model: Edi
     assert sorted(widths) == sorted(model.module.get_parameter(f"{model.layer}.weight").shape)
 
 
-def test_another_correction_under_a_used_id_is_refused_though_the_model_is_right_on_it(bert: EditableModel) -> None:
+def test_another_correction_under_a_used_id_is_rejected_though_the_model_is_right_on_it(bert: EditableModel) -> None:
     engine = engine_of(bert, traffic_sample_size=0)
     assert correct(engine, "a", TEXTS[0], wrong_target(engine, TEXTS[0]), 0)[0].status == "added"
     outcome, record = correct(engine, "a", TEXTS[1], said(engine, TEXTS[1]), 1)

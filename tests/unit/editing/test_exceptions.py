@@ -15,7 +15,7 @@ from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.codebook.prompt_exceptions import exception_query
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.exceptions import ExceptionRefusal, build_exception, decide_exception
+from gracestream.pipeline.editing.exceptions import NoNewException, build_exception, decide_exception
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.model.editable import ServedAnswer
 from gracestream.schemas.deltas import EntryChange, ExceptionChange, Standing, Tensor, decode_delta
@@ -135,10 +135,10 @@ class TestRejections:
         assert "corrected these very inputs; undo it" in str(outcome.reason)
 
     def test_inputs_within_the_tolerance_of_these(self) -> None:
-        refusal = build_exception(wide().engine, "x", "a", point(5e-4, 0), "")
-        assert isinstance(refusal, ExceptionRefusal)
-        assert refusal.status == "rejected"
-        assert "not distinguished" in refusal.reason
+        rejection = build_exception(wide().engine, "x", "a", point(5e-4, 0), "")
+        assert isinstance(rejection, NoNewException)
+        assert rejection.status == "rejected"
+        assert "not distinguished" in rejection.reason
 
     def test_a_used_id(self) -> None:
         story = wide()

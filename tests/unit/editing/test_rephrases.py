@@ -148,7 +148,7 @@ def test_a_correction_that_the_model_fulfils_keeps_its_right_rephrases_and_leave
     assert [answer(story.engine, *place) for place in ((1, 1), (1, 2), FAR, (1, 2.2))] == [0, 0, 3, 1]
 
 
-def test_an_id_that_would_name_another_edits_key_is_refused_both_ways() -> None:
+def test_an_id_that_would_name_another_edits_key_is_rejected_both_ways() -> None:
     story = new_story()
     story.correct("a", (1, 1), 2, rephrases=[FAR])
     story.undo("u", "a")

@@ -39,7 +39,7 @@ def undo(story: Story, name: str, author: str | None, standing: Any = OWN, **wha
 
 
 @pytest.mark.parametrize(
-    ("author", "standing", "what", "refused"),
+    ("author", "standing", "what", "expected_reason"),
     [
         ("ann", OWN, {"undo": "a"}, None),
         ("ann", OWN, {"undo_author": "ann"}, None),
@@ -102,16 +102,18 @@ def undo(story: Story, name: str, author: str | None, standing: Any = OWN, **wha
         ("carl", OWN, {"undo": "claimed"}, None),
     ],
 )
-def test_who_may_take_back_whose(author: str | None, standing: Any, what: dict[str, str], refused: str | None) -> None:
+def test_who_may_take_back_whose(
+    author: str | None, standing: Any, what: dict[str, str], expected_reason: str | None
+) -> None:
     story = new_story()
     correct(story, "early", 9, "ann", UNSET)
     correct(story, "a", 0, "ann")
     correct(story, "nameless", 3, None, UNSIGNED_STANDING)
     correct(story, "claimed", 6, "carl", UNSIGNED_STANDING)
     outcome = undo(story, "u", author, standing, **what)
-    assert (outcome.status == "rejected") == (refused is not None), outcome.reason
-    assert (refused or "") in str(outcome.reason)
-    assert len(story.engine.codebook) == (4 if refused else 2 if what == {"undo_author": "ann"} else 3)
+    assert (outcome.status == "rejected") == (expected_reason is not None), outcome.reason
+    assert (expected_reason or "") in str(outcome.reason)
+    assert len(story.engine.codebook) == (4 if expected_reason else 2 if what == {"undo_author": "ann"} else 3)
 
 
 def test_a_correction_takes_the_role_propose() -> None:

@@ -125,7 +125,7 @@ KINDS -= {("paper", "replace")}  # it splits, as the paper has it
 def played(
     first: EditConfig, stream: Sequence[Any], *, worded: bool
 ) -> tuple[Story, set[str], dict[str, tuple[str, str]], set[str]]:
-    """The story of a stream, the undos that had an effect, under which policy which feedback did what, and refusals."""
+    """The story of a stream, its effective undos, policy and operation by feedback, and the rejected corrections."""
     story = Story(EditEngine(PointModel(2, worded=worded), CODEBOOK, first))
     story.lead(first)
     undone: set[str] = set()
@@ -162,12 +162,12 @@ def test_after_an_undo_the_codebook_equals_a_replay_without_that_feedback() -> N
     @given(plans, histories, st.booleans())
     def check(first: EditConfig, stream: list[Any], worded: bool) -> None:
         nonlocal decided_again
-        story, undone, did, refused = played(
+        story, undone, did, rejected = played(
             first, stream, worded=worded
         )  # which were too near an input that is to stay right
-        gone, effective = taken_back([one for one in story.feedback if one.feedback_id not in refused])
+        gone, effective = taken_back([one for one in story.feedback if one.feedback_id not in rejected])
         assert undone == effective
-        gone |= refused
+        gone |= rejected
         assert_same(story, without(story, gone))
         if not any(isinstance(step, tuple) and len(step) == 2 for step in stream):
             assert_same(story, without(story, gone, keep_contexts=False))  # there was no traffic to be seen

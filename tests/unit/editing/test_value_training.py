@@ -200,7 +200,7 @@ def test_a_target_is_said_whole_and_ended(gpt2_model: EditableModel) -> None:
     assert gpt2_model.task.decode_label(label) == f"{WORDS[5]} {WORDS[9]}"
 
 
-def test_a_prompt_and_target_that_exceed_the_context_are_refused(gpt2_model: EditableModel) -> None:
+def test_a_prompt_and_target_that_exceed_the_context_are_rejected(gpt2_model: EditableModel) -> None:
     """Positions that the model does not have would be an index error in the middle of an edit."""
     wide = editable("gpt2", limits=dataclasses.replace(gpt2_model.task.limits, max_input_tokens=64))
     with pytest.raises(InputError, match="room for 64"):

@@ -107,7 +107,7 @@ class TestRome:
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5-encoder"])
-def test_other_models_are_refused(kind: str) -> None:
+def test_other_models_are_rejected(kind: str) -> None:
     with pytest.raises(EditorError, match="causal"):
         Rome(editable(kind), TRAFFIC)
 

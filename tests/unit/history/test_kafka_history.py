@@ -87,9 +87,9 @@ def test_a_log_that_never_shows_it_counts_as_kafka_being_away(
 
 
 def test_a_fault_is_one_at_once(shown: list[int]) -> None:
-    def refuse(_: bytes) -> bool:
+    def reject(_: bytes) -> bool:
         raise HistoryError("a gap")
 
     shown.append(2)
     with pytest.raises(HistoryError, match="the record at offset 0 of deltas cannot be applied: a gap"):
-        KafkaHistory(SETTINGS.kafka).for_each_delta(refuse)
+        KafkaHistory(SETTINGS.kafka).for_each_delta(reject)

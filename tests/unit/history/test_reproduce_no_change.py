@@ -185,14 +185,14 @@ def test_it_is_decided_with_the_initial_radius_of_its_time() -> None:
 
 
 def test_what_the_model_had_no_part_in_is_not_decided_again() -> None:
-    """Neither what could not be read nor what was not let in, though either could be made now."""
+    """Feedback that was unreadable or not accepted is not decided, although the engine could decide on it now."""
     history = Recorded()
     history.correct("a", (0, 0), 1)
     unreadable = b'{"v": 1, "feedback_id": "b", "inputs": "5 5"}'
-    refused = Feedback(v=1, feedback_id="c", inputs=at(9, 9), target="1")
+    rejected = Feedback(v=1, feedback_id="c", inputs=at(9, 9), target="1")
     history.send(unreadable)
     history.correct("d", (2, 2), 1)
-    history.send(encode(refused), minutes=0)
+    history.send(encode(rejected), minutes=0)
     statuses = [decode(edit.value, Outcome).status for edit in history.edits]
     assert statuses == ["added", "rejected", "expanded", "rejected"]
     history.feedback[1] = make_correction("b", at(5, 5), "1")

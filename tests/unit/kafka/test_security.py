@@ -225,7 +225,7 @@ class TestUrls:
         assert redact_url(url) == url
 
 
-def test_a_refused_request_is_not_printed_whole() -> None:
+def test_a_rejected_request_is_not_printed_whole() -> None:
     error = RuntimeError("[Error 29] TopicAuthorizationFailedError: Request 'CreateTopicsRequest(...)' failed")
     assert describe_error(error) == (
         "Kafka does not allow this user to do this (TopicAuthorizationFailed); deploy/acls.sh says who may do what"

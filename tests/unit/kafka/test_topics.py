@@ -100,6 +100,6 @@ def test_of_three_copies_two_must_have_a_record(
 @given(
     prefix=st.text(min_size=1).filter(lambda text: not all(c.isascii() and (c.isalnum() or c in "._-") for c in text))
 )
-def test_a_prefix_that_kafka_would_refuse_is_refused(prefix: str) -> None:
+def test_a_prefix_that_kafka_would_reject_is_rejected(prefix: str) -> None:
     with pytest.raises(SettingsError, match="GRACESTREAM_TOPIC_PREFIX"):
         load_settings(topic_prefix=prefix)

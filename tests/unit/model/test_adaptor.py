@@ -182,7 +182,7 @@ def test_the_papers_names_of_layers_are_understood(kind: str, layer: str) -> Non
         ("gpt2", "transformer.h", "transformer.h.0 … .2"),
     ],
 )
-def test_an_unknown_layer_is_refused_with_the_names_of_those_there_are(kind: str, layer: str, named: str) -> None:
+def test_an_unknown_layer_is_rejected_with_the_names_of_those_there_are(kind: str, layer: str, named: str) -> None:
     with pytest.raises(LayerError) as raised:
         editable(kind, layer)
     assert named in str(raised.value)
@@ -233,7 +233,7 @@ def test_outside_a_session_the_model_runs_as_it_always_did(kind: str) -> None:
         assert torch.equal(wrapped.module(**kwargs).logits, bare(**kwargs).logits)
 
 
-def test_two_batches_at_once_are_refused() -> None:
+def test_two_batches_at_once_are_rejected() -> None:
     adaptor = Adaptor(nn.Linear(2, 2), "last", "last")
     one = Batch({}, None)
     with (

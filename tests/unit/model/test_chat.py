@@ -149,8 +149,8 @@ def test_what_templates_do_is_followed(source: Any, content: str, text: str) -> 
     [
         (None, "has no chat template; send `inputs` as one text"),
         ({"tool_use": "x"}, "no default chat template"),
-        ("{{ raise_exception('Roles must alternate') }}", "refuses `inputs`: Roles must alternate"),
-        ("{% if %}", "refuses `inputs`: Expected an expression"),
+        ("{{ raise_exception('Roles must alternate') }}", "rejects `inputs`: Roles must alternate"),
+        ("{% if %}", "rejects `inputs`: Expected an expression"),
         ("{{ strftime_now('%d') }}", "asks for the date"),
         ("{{ [1, 2] | random }}", "draws at random"),
         ("{{ lipsum() }}", "draws at random"),
@@ -172,11 +172,11 @@ def test_what_templates_do_is_followed(source: Any, content: str, text: str) -> 
         ("{{ 'a' * 3000000 }}", "3000000 characters"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_in_one_sentence(source: Any, reason: str) -> None:
-    with pytest.raises(ChatError, match=reason) as refused:
+def test_what_cannot_be_followed_is_rejected_in_one_sentence(source: Any, reason: str) -> None:
+    with pytest.raises(ChatError, match=reason) as caught:
         with_template(source).token_ids(chat("a b c"))
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 400
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 def test_a_template_changes_nothing_in_the_process(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_normalised_spelling_in_a_content_is_text() -> None:
     assert [token for token in ours.token_ids(chat(content)) if token in control_tokens(tokenizer)] == plain
 
 
-def test_a_mark_in_a_content_is_refused() -> None:
+def test_a_mark_in_a_content_is_rejected() -> None:
     with pytest.raises(ChatError, match=r"`inputs\[0\].content` has a noncharacter"):
         made("byte-level BPE")[1].token_ids(chat(f"a {CONTENT_START}"))
 
@@ -232,7 +232,7 @@ class TestModels:
         assert served.hit is not None
 
     @pytest.mark.parametrize("kind", ["bert", "t5-encoder", "t5-decoder"])
-    def test_other_models_refuse_one(self, kind: str) -> None:
+    def test_other_models_reject_one(self, kind: str) -> None:
         with pytest.raises(InputError, match="takes no messages of a chat; send `inputs` as one text"):
             editable(kind).task.tokenize(tuple(chat("The train")))
 
@@ -263,7 +263,7 @@ class TestModels:
         (left,) = outcome.left_out
         assert "chat template" in left.reason
 
-    def test_a_causal_model_without_a_template_refuses_one(self) -> None:
+    def test_a_causal_model_without_a_template_rejects_one(self) -> None:
         model = editable("llama")
         inputs: Inputs = tuple(chat("The train"))
         with pytest.raises(InputError, match="no chat template"):
@@ -271,7 +271,7 @@ class TestModels:
         with pytest.raises(InputError, match="no chat template"):
             model.prepare_correction(inputs, "leaves")
 
-    def test_a_chat_that_is_too_long_is_refused(self) -> None:
+    def test_a_chat_that_is_too_long_is_rejected(self) -> None:
         with pytest.raises(InputError, match=r"tokens; the limit is 48 \(GRACESTREAM_MAX_INPUT_TOKENS\)"):
             editable("llama", chat_template=CHAT).task.tokenize(tuple(chat(" ".join(PROBE_TEXTS))))
 

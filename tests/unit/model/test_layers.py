@@ -149,7 +149,7 @@ def test_where_nothing_was_recorded_all_runs() -> None:
         ("t5-decoder", "decoder.block.0.layer.1.EncDecAttention.o", "last", False),
     ],
 )
-def test_a_query_that_sees_one_token_alone_is_refused(
+def test_a_query_that_sees_one_token_alone_is_rejected(
     tmp_path: Path, kind: str, layer: str, query: QueryToken, blind: bool
 ) -> None:
     model = editable(kind)

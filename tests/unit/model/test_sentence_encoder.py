@@ -251,7 +251,7 @@ def test_what_sentence_transformers_say_of_an_encoder_is_heeded(
     assert (encoder.fingerprint == plain.fingerprint) is ("Pooling" in file)
 
 
-def test_an_encoder_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_an_encoder_without_its_tokenizer_is_rejected(tmp_path: Path) -> None:
     """Transformers make up one of five tokens, to which every word is unknown."""
     module().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="cannot be"):
@@ -281,7 +281,7 @@ def test_a_broken_checkpoint_is_one_sentence(tmp_path: Path, broken: str) -> Non
         SentenceEncoder.load(str(tmp_path), device="cpu")
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_weights_is_rejected(tmp_path: Path) -> None:
     module().save_pretrained(tmp_path)
     tokenizer("bert").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -291,7 +291,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
         SentenceEncoder.load(str(tmp_path), device="cpu")
 
 
-def test_what_is_no_sentence_encoder_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_sentence_encoder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has a decoder"):
         SentenceEncoder(editable("t5-encoder").module, tokenizer("t5"), "t5")
     unpadded = tokenizer()

@@ -1,4 +1,4 @@
-"""A layer is tried when a model is loaded: one that cannot be edited is refused, and any other is edited and serves."""
+"""The trial of a layer when a model is loaded: a layer that cannot be edited is rejected, any other serves edits."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ NOTHING = "a value there changes nothing in the model's answer"
 OF_SOME_TOKENS = "it runs for some of a prompt's tokens only, as an LM head does"
 NO_WIDTH = " does not map (batch, tokens, width) to the same layout: its input or output is "
 
-REFUSED = [
+REJECTED = [
     ("llama", "lm_head", OF_SOME_TOKENS),
     ("llama", "model", f"LlamaModel{NO_WIDTH}of shape (1, 7)"),
     ("llama", "model.embed_tokens", f"Embedding{NO_WIDTH}of shape (1, 7)"),
@@ -54,14 +54,14 @@ def load(folder: str, layer: str, limits: Limits = LIMITS) -> EditableModel:
     return EditableModel.load(folder, layer, device="cpu", limits=limits)
 
 
-@pytest.mark.parametrize(("kind", "layer", "why"), REFUSED)
-def test_a_layer_that_cannot_be_edited_is_refused_with_some_that_can(
+@pytest.mark.parametrize(("kind", "layer", "why"), REJECTED)
+def test_a_layer_that_cannot_be_edited_is_rejected_with_some_that_can(
     tmp_path: Path, kind: str, layer: str, why: str
 ) -> None:
     folder = saved(kind, tmp_path)
-    with pytest.raises(LayerError) as refused:
+    with pytest.raises(LayerError) as caught:
         load(folder, layer)
-    said, _, others = str(refused.value).partition("; layers that can: ")
+    said, _, others = str(caught.value).partition("; layers that can: ")
     assert said == f"layer {layer!r} cannot be edited: {why}"
     assert len(others.split(", ")) == 3
     for other in others.split(", "):
@@ -74,9 +74,9 @@ def every_layer(kind: str) -> list[str]:
 
 
 def test_every_linear_layer_of_a_block_is_taken_unless_it_has_no_effect(kind: str) -> None:
-    refused = {layer for layer in every_layer(kind) if fault_of(editable(kind, layer)) is not None}
-    assert all("decoder" in layer and layer.endswith("SelfAttention.q") for layer in refused)
-    assert bool(refused) is kind.startswith("t5")
+    rejected = {layer for layer in every_layer(kind) if fault_of(editable(kind, layer)) is not None}
+    assert all("decoder" in layer and layer.endswith("SelfAttention.q") for layer in rejected)
+    assert bool(rejected) is kind.startswith("t5")
 
 
 def fault_of(model: EditableModel) -> str | None:
@@ -147,7 +147,7 @@ class Failing(nn.Module):
         ("inner", None),
     ],
 )
-def test_a_part_that_is_unused_ignored_or_checked_is_refused(kind: str, part: str, why: str | None) -> None:
+def test_a_part_that_is_unused_ignored_or_checked_is_rejected(kind: str, part: str, why: str | None) -> None:
     plain = editable(kind)
     parent, _, name = plain.layer.rpartition(".")
     inner = plain.module.get_submodule(plain.layer)

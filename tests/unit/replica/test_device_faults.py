@@ -111,7 +111,7 @@ class TestFullFloat32:
         assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
 
     @pytest.mark.parametrize("name", TF32_OVERRIDES)
-    def test_an_environment_that_forces_tf32_is_refused(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_environment_that_forces_tf32_is_rejected(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "1")
         with pytest.raises(DeviceError, match=f"^{name}=1 turns TF32 on, .*; unset it, or set it to 0$"):
             prepare_cuda()

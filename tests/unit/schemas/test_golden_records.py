@@ -108,7 +108,7 @@ class TestGeneratedDocuments:
         assert schema["additionalProperties"] is True
         assert all(part["description"] for part in schema.get("definitions", {}).values())
 
-    def test_only_parameters_and_messages_of_a_chat_refuse_unknown_fields(self) -> None:
+    def test_only_parameters_and_messages_of_a_chat_reject_unknown_fields(self) -> None:
         closed = {
             part["title"]
             for name in SCHEMA_TYPES
@@ -520,7 +520,7 @@ BLANK = " \t\n"
     ],
     ids=str,
 )
-def test_decoder_and_schema_refuse_the_same(name: str, message: Any) -> None:
+def test_decoder_and_schema_reject_the_same(name: str, message: Any) -> None:
     kind = SCHEMA_TYPES[name]
     assert issubclass(kind, Message)
     with pytest.raises(InvalidMessage):

@@ -1,4 +1,4 @@
-"""What is no message is refused with a reason that an operator can act on; nothing else is raised."""
+"""An invalid message is rejected with a reason that an operator can act on; no other error is raised."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def without(message: dict[str, Any], *names: str) -> bytes:
 
 
 class TestBadRecords:
-    """Each is refused with a reason that an operator can act on."""
+    """Each message is rejected with a reason that an operator can act on."""
 
     @pytest.mark.parametrize(
         ("raw", "kind", "reason"),
@@ -217,7 +217,7 @@ class TestBadRecords:
     @pytest.mark.parametrize("kind", JSON_MESSAGES)
     @pytest.mark.parametrize("field", ["later", "inputs", "parameters", "outputs", "v"])
     @pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}")])
-    def test_nested_without_end_are_refused(
+    def test_nested_without_end_are_rejected(
         self, kind: type[Message], field: str, opening: bytes, closing: bytes
     ) -> None:
         start = b'{"' + field.encode() + b'":' + opening * DEEP
@@ -345,7 +345,7 @@ class TestBadDeltas:
             decode_delta(delta_record(entries=[ENTRY | {"radius": radius}]))
 
     @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\x81\x91"])
-    def test_nested_without_end_are_refused(self, opening: bytes) -> None:
+    def test_nested_without_end_are_rejected(self, opening: bytes) -> None:
         for start in (b"", b"\x81\xa5later", b"\x81\xa7entries", b"\x82\xa1v\x01\xa5later"):
             with pytest.raises(InvalidMessage, match="not a valid delta"):
                 decode_delta(start + opening * DEEP + b"\xc0")

@@ -1,4 +1,4 @@
-"""Whatever bytes arrive, a message is read whole or refused with a reason; what is valid comes back as it was."""
+"""Any bytes are read as a whole message or rejected with a reason; a valid message comes back unchanged."""
 
 import contextlib
 import datetime as dt
@@ -281,7 +281,7 @@ def read_message(raw: bytes) -> None:
 
 
 def read_delta(record: bytes) -> None:
-    """Decode, and read every tensor; a tensor may be refused by ValueError only."""
+    """Decode, and read every tensor; a tensor may be rejected by ValueError only."""
     try:
         delta = decode_delta(record)
     except InvalidMessage:
@@ -302,26 +302,26 @@ class TestFuzz:
     @THOROUGH
     @given(st.binary(max_size=200))
     @example(b'{"v":1,"request_id":"r","inputs":["",""]}')
-    def test_arbitrary_bytes_are_read_or_refused(self, raw: bytes) -> None:
+    def test_arbitrary_bytes_are_read_or_rejected(self, raw: bytes) -> None:
         read_message(raw)
         read_delta(raw)
 
     @THOROUGH
     @given(mutated(JSON_RECORDS))
-    def test_mutations_of_golden_messages_are_read_or_refused(self, raw: bytes) -> None:
+    def test_mutations_of_golden_messages_are_read_or_rejected(self, raw: bytes) -> None:
         read_message(raw)
 
     @THOROUGH
     @given(mutated(DELTA_RECORDS))
-    def test_mutations_of_golden_deltas_are_read_or_refused(self, record: bytes) -> None:
+    def test_mutations_of_golden_deltas_are_read_or_rejected(self, record: bytes) -> None:
         read_delta(record)
 
     @THOROUGH
     @given(tampered([json.loads(raw) for raw in JSON_RECORDS], JSON_VALUES))
-    def test_golden_messages_with_a_foreign_part_are_read_or_refused(self, message: Any) -> None:
+    def test_golden_messages_with_a_foreign_part_are_read_or_rejected(self, message: Any) -> None:
         read_message(msgspec.json.encode(message))
 
     @THOROUGH
     @given(tampered([msgspec.msgpack.decode(record) for record in DELTA_RECORDS], MSGPACK_VALUES))
-    def test_golden_deltas_with_a_foreign_part_are_read_or_refused(self, delta: Any) -> None:
+    def test_golden_deltas_with_a_foreign_part_are_read_or_rejected(self, delta: Any) -> None:
         read_delta(msgspec.msgpack.encode(delta))

@@ -97,7 +97,7 @@ def test_without_an_entry_nothing_changes(engine: EditEngine) -> None:
     assert all(result.passed and result.entry_id is None for result in results)
 
 
-def test_a_codebook_of_another_model_is_refused(engine: EditEngine) -> None:
+def test_a_codebook_of_another_model_is_rejected(engine: EditEngine) -> None:
     other = Codebook(CODEBOOK, "f" * 64, engine.model.layer)
     with pytest.raises(EvaluationError, match="GRACESTREAM_MODEL"):
         evaluate(engine.model, other, [EvaluationCase(TEXTS[0], unchanged=True)])
@@ -115,7 +115,7 @@ def test_a_codebook_of_another_model_is_refused(engine: EditEngine) -> None:
         ("a", "object"),
     ],
 )
-def test_what_is_no_case_is_refused(fields: object, why: str) -> None:
+def test_what_is_no_case_is_rejected(fields: object, why: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=why):
         msgspec.convert(fields, EvaluationCase)
 

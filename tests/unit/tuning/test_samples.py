@@ -74,7 +74,7 @@ def test_requests_with_rephrases_become_trials_first_and_have_all_of_them() -> N
     assert requests.targets == {"request 3": "right"}
 
 
-def test_an_empty_target_is_refused() -> None:
+def test_an_empty_target_is_rejected() -> None:
     with pytest.raises(msgspec.ValidationError, match="`target` is empty"):
         msgspec.convert({"inputs": "a", "target": " "}, LabelledRequest)
 
