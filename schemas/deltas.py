@@ -173,9 +173,9 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     rebuild its edit memory.
     `supersedes` names the earlier edits that this one replaces, such as edits of the same input with another target,
     and exceptions that ended. `undoes` names the feedback that an undo takes back.
-    `seen` is the decision context. `traffic` is the offset in each partition of `requests` up to which the reservoir
-    had read. `together` lists the offsets of the feedback whose values were trained in one batch, including this
-    record, in the order of the batch. It is absent if the value was trained alone.
+    `seen` is the decision context. `traffic` is the offset in each partition of `requests` up to which the editor had
+    read unflagged traffic. `together` lists the offsets of the feedback whose values were trained in one batch,
+    including this record, in the order of the batch. It is absent if the value was trained alone.
     `standing` holds the roles of the sender; absent if there was no list of authors, so that everything was allowed.
     `rephrases` has one item per rephrase, in the order of the correction. The ids of their entries and edits are those
     of `rephrase_name`.

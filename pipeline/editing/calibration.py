@@ -14,7 +14,7 @@ import torch
 from msgspec import UNSET, Struct, UnsetType
 
 from gracestream.pipeline.codebook import MAX_TRAFFIC_FRACTION
-from gracestream.pipeline.editing.traffic_reservoir import median_nearest_distance
+from gracestream.pipeline.editing.traffic_sample import median_nearest_distance
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.model import PROBE_TEXTS, EditableModel, InputError
 from gracestream.pipeline.search import exact_distances
@@ -74,7 +74,7 @@ def calibrate_layer(model: EditableModel, requests: Sequence[LabelledRequest]) -
         CalibrationError: there are fewer than two different inputs.
         InputError: the model cannot take one of the inputs.
     """
-    distinct = {sample.inputs: sample for sample in requests}
+    distinct = {request.inputs: request for request in requests}
     if len(distinct) < 2:
         raise CalibrationError(
             f"distances need two different inputs at least, and there are {len(distinct)}; add lines"
@@ -90,7 +90,7 @@ def calibrate_layer(model: EditableModel, requests: Sequence[LabelledRequest]) -
         )
     median = median_nearest_distance(keys_ND.numpy())
     norm = float(keys_ND.norm(dim=1).median())
-    pairs = [(row, sample.rephrase) for row, sample in enumerate(distinct.values()) if sample.rephrase is not UNSET]
+    pairs = [(row, request.rephrase) for row, request in enumerate(distinct.values()) if request.rephrase is not UNSET]
     if not pairs:
         return Calibration(model.layer, norm, noise, median)
     rows_P = torch.tensor([row for row, _ in pairs])

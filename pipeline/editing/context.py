@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.editing.traffic_reservoir import TrafficReservoir
+from gracestream.pipeline.editing.traffic_sample import TrafficSample
 from gracestream.schemas.deltas import DecisionContext
 
 
@@ -26,7 +26,7 @@ class ContextRecorder:
     """Computes the traffic distances of one decision, and records them.
 
     Args:
-        reservoir: The current traffic sample.
+        traffic_sample: The current traffic sample.
         initial_radius: Computes the initial radius; not called in a repeated decision.
         recorded: In a repeated decision, the context that was recorded.
         ignored_share: The share of the traffic sample that may lie within a radius, between 0 and 1.
@@ -34,12 +34,12 @@ class ContextRecorder:
 
     def __init__(
         self,
-        reservoir: TrafficReservoir,
+        traffic_sample: TrafficSample,
         initial_radius: Callable[[], float],
         recorded: DecisionContext | None = None,
         ignored_share: float = 0.0,
     ) -> None:
-        self._reservoir, self._recorded, self._ignored_share = reservoir, recorded, ignored_share
+        self._traffic_sample, self._recorded, self._ignored_share = traffic_sample, recorded, ignored_share
         self.initial_radius = initial_radius() if recorded is None else recorded.radius
         """The initial radius (epsilon_init of the paper), as an absolute distance."""
         self.start_entry: str | UnsetType = UNSET
@@ -61,7 +61,7 @@ class ContextRecorder:
         if self._recorded is not None and name in self._recorded.clearance:
             self._traffic_distances[name] = self._recorded.clearance[name]
         else:
-            distance = self._reservoir.nearest_distance(key_D, tolerance, excluded_D, wording, self._ignored_share)
+            distance = self._traffic_sample.nearest_distance(key_D, tolerance, excluded_D, wording, self._ignored_share)
             self._traffic_distances[name] = distance if math.isfinite(distance) else None
         recorded_distance = self._traffic_distances[name]
         return math.inf if recorded_distance is None else recorded_distance

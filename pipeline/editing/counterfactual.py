@@ -160,7 +160,7 @@ class CounterfactualReplay:
         # On a GPU these keys would take as much memory as the editor's own, for a few lookups.
         engine.index = KeyIndex(engine.codebook, torch.device("cpu"))
         engine.memory = copy.deepcopy(self._actual.memory)
-        engine.reservoir = copy.deepcopy(self._engine.reservoir)
+        engine.traffic_sample = copy.deepcopy(self._engine.traffic_sample)
         return engine
 
     def _adopt_config(self, environment: Mapping[str, str]) -> None:

@@ -238,7 +238,7 @@ def _build_with_cause(
         supersedes=tuple(dict.fromkeys([*supersedes, *placement.supersedes])),
         together=() if candidate.draft is None or op == "expand" else candidate.draft.trained_with,
         context=candidate.context_recorder.record(nearest_id, candidate.nearest_distance),
-        traffic={str(partition): end for partition, end in sorted(workspace.reservoir.positions.items())} or UNSET,
+        traffic={str(partition): end for partition, end in sorted(workspace.traffic_sample.positions.items())} or UNSET,
         standing=candidate.standing,
         rephrases=tuple(placement.keys),
     )

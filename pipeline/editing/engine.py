@@ -91,7 +91,7 @@ class EditEngine(EditWorkspace):
 
     def _remove_traffic(self, edit_id: str) -> None:
         query_D = self.memory.query(edit_id)
-        self.reservoir.remove(query_D, self.tolerance(query_D))
+        self.traffic_sample.remove(query_D, self.tolerance(query_D))
 
     def lead_delta(self, environment: dict[str, str]) -> bytes:
         """The record by which this editor begins the next term (docs/explanation/consistency.md); it is not applied."""
@@ -104,11 +104,11 @@ class EditEngine(EditWorkspace):
     def add_traffic(self, score: float, query_D: np.ndarray, wording: str = "") -> None:
         """Offer a request's query (D) to the traffic sample, unless an entry serves the request.
 
-        `score` comes from `TrafficReservoir.offer`. Requests that an entry serves must not bound that entry's radius.
+        `score` comes from `TrafficSample.offer`. Requests that an entry serves must not bound that entry's radius.
         """
         (match,) = self.lookup.find_hits(torch.from_numpy(query_D)[None], lambda _row: wording)
         if serving_hit(match) is None:
-            self.reservoir.add(score, query_D, self.tolerance(query_D), wording)
+            self.traffic_sample.add(score, query_D, self.tolerance(query_D), wording)
 
     def edit(
         self,
@@ -220,7 +220,7 @@ class EditEngine(EditWorkspace):
         if (known_id_result := self._resolve_known_id(feedback, inspection.target_check, query_D)) is not None:
             return known_id_result
         context_recorder = ContextRecorder(
-            self.reservoir,
+            self.traffic_sample,
             partial(self.initial_radius_for, feedback.inputs, query_D),
             None if recorded_inputs is None else recorded_inputs.context,
             self.ignored_traffic_share(feedback.inputs),

@@ -31,7 +31,7 @@ from gracestream.pipeline.editing.calibration import radius_unit_from_probes
 from gracestream.pipeline.editing.candidate import EditCandidate, Inspection
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.scope import ScopeRadius
-from gracestream.pipeline.editing.traffic_reservoir import TrafficReservoir
+from gracestream.pipeline.editing.traffic_sample import TrafficSample
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.search import NO_SLOT
 from gracestream.pipeline.wording import find_disagreement
@@ -48,7 +48,7 @@ class EditWorkspace:
         codebook: The entries and exceptions.
         index: Nearest-key search over `codebook`.
         memory: The edits in force: their queries and the entries that serve them.
-        reservoir: A sample of unflagged traffic.
+        traffic_sample: The sample of unflagged traffic.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EditWorkspace:
         self.codebook = Codebook(codebook, model.fingerprint, model.layer)
         self.index = KeyIndex(self.codebook, model.device)
         self.memory = EditMemory()
-        self.reservoir = TrafficReservoir(self.config.traffic_sample_size, self.config.seed)
+        self.traffic_sample = TrafficSample(self.config.traffic_sample_size, self.config.seed)
         self._probe_radius_unit: float | None = None
         self._scope = scope or ScopeRadius(model)
 
@@ -88,7 +88,7 @@ class EditWorkspace:
         """
         if self.config.radius_unit == "absolute":
             return self.config.radius
-        unit = self.reservoir.median_distance()
+        unit = self.traffic_sample.median_distance()
         if unit is None:
             if self._probe_radius_unit is None:
                 self._probe_radius_unit = radius_unit_from_probes(self.model)

@@ -247,9 +247,9 @@ class Editor:
         metrics.FEEDBACK_LAG.set(max(self._lag, received))
 
     def _report_sizes(self) -> None:
-        """Report the sizes of the codebook and of the traffic reservoir, leading or not."""
+        """Report the sizes of the codebook and of the traffic sample, leading or not."""
         engine = self._services.engine
-        metrics.TRAFFIC_RESERVOIR_SIZE.set(len(engine.reservoir))
+        metrics.TRAFFIC_SAMPLE_QUERIES.set(len(engine.traffic_sample))
         metrics.set_codebook_gauges(engine.codebook.seq, engine.codebook.term, len(engine.codebook))
 
     def _reset_leader_reports(self) -> None:
@@ -329,7 +329,7 @@ class Editor:
             **engine.codebook.describe(),
             "role": self._role,
             "edits": len(engine.memory),
-            "traffic": len(engine.reservoir),
+            "traffic": len(engine.traffic_sample),
             "feedback_blocked": self._blocked_records,
             "degraded": self._role == "leading" and not self._services.redis_publisher.in_sync,
         }

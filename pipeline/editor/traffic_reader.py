@@ -1,9 +1,9 @@
-"""Reads `requests` for the editor and feeds the traffic reservoir with unflagged queries.
+"""Reads `requests` for the editor and feeds the traffic sample with unflagged queries.
 
 1. Before the editor decides on a correction, the reader catches up with the requests sent before it. So a new radius
    keeps clear of them.
-2. It keeps up with any request rate. The reservoir decides on a request by its position in the log alone, before it is
-   decoded. A full reservoir selects one request in thousands; only those are decoded, tokenised and run.
+2. It keeps up with any request rate. The traffic sample selects a request by its position in the topic alone, before
+   it is decoded. A full sample selects one request in thousands; only those are decoded, tokenised and run.
 
 Not promised: that every correction sees all earlier requests. Catching up stops after `CATCH_UP_LIMIT_SECONDS`, and is
 skipped for a while after Kafka failed to answer.
@@ -30,7 +30,7 @@ from gracestream.schemas.messages import InvalidMessage, Request, decode
 log = structlog.get_logger()
 
 WARM_UP_RECORDS = 2000
-"""Records per partition that a starting editor reads again to fill its reservoir."""
+"""Records per partition that a starting editor reads again to fill its traffic sample."""
 
 QUERY_BATCH_SIZE = 16
 """Requests per forward pass. Feedback waits for one such pass at most."""
@@ -39,7 +39,7 @@ POLL_TIMEOUT_SECONDS = 0.05
 """Seconds to wait for records that are known to exist, before the time limit is checked again."""
 
 MAX_POLL_RECORDS = 1000
-"""Records per poll; each is offered to the reservoir."""
+"""Records per poll; each is offered to the traffic sample."""
 
 PARTITION_CHECK_SECONDS = 30.0
 """Seconds between two checks for partitions that were added to the topic."""
@@ -57,7 +57,7 @@ MAX_BACKLOG_BYTES = 16 * 2**20
 """Bytes of selected requests that wait to be run; beyond it, those with the lowest scores are dropped."""
 
 ScoredRequest = tuple[float, bytes]
-"""A request's score in the reservoir, and its record."""
+"""A request's score in the traffic sample, and its record."""
 
 
 class TrafficReader:
@@ -85,7 +85,7 @@ class TrafficReader:
         """Queries of recent prompts, so that a few repeated prompts are not run over and over."""
 
     def warm_up(self) -> None:
-        """At start: read the tail of `requests`, and run only the requests that stay in the reservoir."""
+        """At start: read the tail of `requests`, and run only the requests that stay in the traffic sample."""
         self._assign_new_partitions()
         best: list[ScoredRequest] = []
         ends = self._offset_consumer.end_offsets(sorted(self._assigned))
@@ -105,8 +105,8 @@ class TrafficReader:
     def poll(self, timeout: float) -> None:
         """Read requests, and run up to `QUERY_BATCH_SIZE` selected ones; waits up to `timeout` seconds for records.
 
-        While the reservoir fills, a poll selects more requests than one batch. They are run before further records are
-        read.
+        While the traffic sample fills, a poll selects more requests than one batch. They are run before further records
+        are read.
         """
         if time.monotonic() - self._partitions_checked_at > PARTITION_CHECK_SECONDS:
             self._assign_new_partitions()
@@ -172,7 +172,7 @@ class TrafficReader:
             self._consumer.seek(partition, max(starts[partition], ends[partition] - WARM_UP_RECORDS))
 
     def _highest_scored(self, scored: list[ScoredRequest]) -> list[ScoredRequest]:
-        """The best requests, best first: as many as the reservoir holds, within `MAX_BACKLOG_BYTES`."""
+        """The best requests, best first: as many as the traffic sample holds, within `MAX_BACKLOG_BYTES`."""
         best, size_bytes = heapq.nlargest(self._engine.config.traffic_sample_size, scored), 0
         for index, (_, value) in enumerate(best):
             size_bytes += len(value)
@@ -181,18 +181,18 @@ class TrafficReader:
         return best
 
     def _poll_scored(self, timeout: float) -> list[ScoredRequest]:
-        """The requests among the next records that the reservoir selects, with their scores."""
+        """The requests among the next records that the traffic sample selects, with their scores."""
         selected = []
         for records in self._consumer.poll(timeout_ms=int(1000 * timeout), max_records=MAX_POLL_RECORDS).values():
             self._last_progress_at = time.monotonic()
             for record in records:
-                score = self._engine.reservoir.offer(record.partition, record.offset, record.timestamp / 1000)
+                score = self._engine.traffic_sample.offer(record.partition, record.offset, record.timestamp / 1000)
                 if score is not None and len(record.value or b"") <= self._settings.max_record_bytes:
                     selected.append((score, record.value or b""))
         return selected
 
     def _add_requests(self, scored: list[ScoredRequest]) -> None:
-        """Add the queries of these requests to the reservoir. Invalid requests are skipped; a replica rejects them."""
+        """Add the queries of these requests to the traffic sample; invalid requests are skipped."""
         prompts: dict[Prompt, float] = {}
         for score, value in scored:
             try:

@@ -156,7 +156,7 @@ class ReproductionRun:
         feedback = self._feedback_at(cause.offset, position)
         engine.memory.remember_contexts(delta.decided)
         read_positions = {} if cause.traffic is UNSET else cause.traffic
-        engine.reservoir.positions = {int(partition): end for partition, end in read_positions.items()}
+        engine.traffic_sample.positions = {int(partition): end for partition, end in read_positions.items()}
         context = None if cause.context is UNSET else cause.context
         result = self._decide(engine, feedback, cause.offset, context, cause.standing, cause.together)
         if result.delta_record is None:

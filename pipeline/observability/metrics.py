@@ -133,9 +133,9 @@ EDIT_STEPS = Histogram(
     buckets=(1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000),
     registry=EDITOR_REGISTRY,
 )
-TRAFFIC_RESERVOIR_SIZE = Gauge(
-    "gracestream_traffic_reservoir_size",
-    "Unflagged recent queries in the editor's reservoir.",
+TRAFFIC_SAMPLE_QUERIES = Gauge(
+    "gracestream_traffic_sample_queries",
+    "Unflagged recent queries in the editor's traffic sample.",
     registry=EDITOR_REGISTRY,
 )
 SNAPSHOT_SEQ = Gauge("gracestream_snapshot_seq", "Newest delta that a snapshot holds.", registry=EDITOR_REGISTRY)

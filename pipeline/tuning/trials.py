@@ -27,7 +27,7 @@ from gracestream.pipeline.editing import (
 )
 from gracestream.pipeline.model import EditableModel, InputError, Prompt
 from gracestream.pipeline.tuning.intervals import wilson_interval
-from gracestream.pipeline.tuning.samples import (
+from gracestream.pipeline.tuning.trial_texts import (
     INVENTED_NAMES,
     TargetMaker,
     TrialEdit,
@@ -421,11 +421,11 @@ class CachedEngine:
         engine.apply(engine.lead_delta({}))
 
     def add_traffic(self, traffic: Sequence[Prompt]) -> None:
-        """Offer the engine unflagged requests as background traffic, as an editor does."""
+        """Offer the engine requests as unflagged traffic, as an editor does."""
         for offset, prompt in enumerate(traffic):
-            rank = self._engine.reservoir.offer(0, offset, 0.0)
-            if rank is not None:
-                self._engine.add_traffic(rank, self._queries[prompt], self._wording(prompt))
+            score = self._engine.traffic_sample.offer(0, offset, 0.0)
+            if score is not None:
+                self._engine.add_traffic(score, self._queries[prompt], self._wording(prompt))
 
     def edit(self, trial: TrialEdit, number: int, draft: DraftValue) -> None:
         """Decide on a trial's correction with a draft value, and apply the decision."""

@@ -156,16 +156,16 @@ def open_cached_model(settings: Settings, trained: TrainedValues) -> Iterator[Ca
 
 
 def start_engine(cached_model: CachedModel, plan: EditConfig, traffic: Sequence[str]) -> EditEngine:
-    """An engine that leads, with the traffic in its reservoir, as in the editor worker."""
+    """An engine that leads, with the traffic in its traffic sample, as in the editor worker."""
     engine = EditEngine(cached_model.model, "bench", plan)
     engine.apply(engine.lead_delta({}))
     if plan.traffic_sample_size == 0:
         return engine
     task = cached_model.model.task
     for offset, (text, query_D) in enumerate(zip(traffic, cached_model.queries(traffic), strict=True)):
-        rank = engine.reservoir.offer(0, offset, 0.0)
-        if rank is not None:
-            engine.add_traffic(rank, query_D, task.wording(task.tokenize(text)))
+        score = engine.traffic_sample.offer(0, offset, 0.0)
+        if score is not None:
+            engine.add_traffic(score, query_D, task.wording(task.tokenize(text)))
     return engine
 
 

@@ -1,7 +1,7 @@
 """Quality and cost of edits on zsRE and on the demo: success, rephrases and locality.
 
 The engine is that of the editor worker, without Kafka. `docs/explanation/method.md` defines the method. zsRE: 200
-corrections in the form `Question: … Answer:`, one after the other. The traffic reservoir holds 512 questions of Natural
+corrections in the form `Question: … Answer:`, one after the other. The traffic sample holds 512 questions of Natural
 Questions (NQ); locality is measured on others. All prompts are checked again at the END of the stream. The defaults
 were chosen on rows after these 200. `demo`: the demo's facts and controls.
 

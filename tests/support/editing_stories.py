@@ -142,7 +142,7 @@ def assert_same(ours: Story, theirs: Story) -> None:
 
 def see(story: Story, place: tuple[float, ...], offset: int) -> None:
     """Offer one request of unflagged traffic to the engine."""
-    rank = story.engine.reservoir.offer(0, offset, 0.0)
-    assert rank is not None
+    score = story.engine.traffic_sample.offer(0, offset, 0.0)
+    assert score is not None
     task = story.engine.model.task
-    story.engine.add_traffic(rank, point(*place), task.wording(task.tokenize(at(*place))))
+    story.engine.add_traffic(score, point(*place), task.wording(task.tokenize(at(*place))))

@@ -106,9 +106,9 @@ class Recorded:
         return self.take(Feedback(v=1, feedback_id=name, undo=taken_back))
 
     def see(self, offset: int, *place: float) -> None:
-        rank = self.engine.reservoir.offer(0, offset, 0.0)
-        assert rank is not None
-        self.engine.add_traffic(rank, point(*place))
+        score = self.engine.traffic_sample.offer(0, offset, 0.0)
+        assert score is not None
+        self.engine.add_traffic(score, point(*place))
 
     def fruitless(self) -> list[NoChangeDecision]:
         """What stands on `edits` of decisions that left no delta."""

@@ -113,15 +113,15 @@ def _calibrate_layers(lines: Path, layer: list[str] | None, model: str | None, *
     """Measure the layers without edits, and print the table.
 
     Raises:
-        typer.BadParameter: a line is not a sample, or several layers would share an encoder's queries.
+        typer.BadParameter: a line is not a labelled request, or several layers would share an encoder's queries.
     """
     from gracestream.pipeline.editing import LabelledRequest, calibrate_layer
     from gracestream.workers.bootstrap import load_model, settings_use_encoder
 
-    samples = []
+    labelled_requests = []
     for number, fields in read_json_lines(lines):
         try:
-            samples.append(convert_fields(fields, LabelledRequest, Request))
+            labelled_requests.append(convert_fields(fields, LabelledRequest, Request))
         except ValueError as error:
             raise typer.BadParameter(f"{lines}, line {number}: {error}") from error
     measured, common = [], load_settings(model=model)
@@ -132,7 +132,7 @@ def _calibrate_layers(lines: Path, layer: list[str] | None, model: str | None, *
         )
     for settings in [load_settings(model=model, layer=path) for path in layer or (None,)]:
         loaded = load_model(settings.model, settings.editing.policy)
-        measured.append(calibrate_layer(loaded, samples))
+        measured.append(calibrate_layer(loaded, labelled_requests))
     if as_json:
         for row in measured:
             print_json(msgspec.to_builtins(row))
@@ -150,7 +150,7 @@ def _calibrate_layers(lines: Path, layer: list[str] | None, model: str | None, *
         )
     print_table(table)
     stdout_console.print(
-        f"{pluralize(len(samples), 'input', 'inputs')}."
+        f"{pluralize(len(labelled_requests), 'input', 'inputs')}."
         " 'median' is the median distance of an input to its nearest other input: the unit of radii."
         " 'reached' is the share of rephrases within their own input's radius at the best radius (last column, in"
         " medians), where no radius is more than 0.8 of the distance to the nearest other input. 'noise' is the"

@@ -19,7 +19,7 @@ from gracestream.pipeline.model import (
 )
 from gracestream.pipeline.settings import VARIABLES, ModelSettings, Settings, to_environment_variables
 from gracestream.pipeline.tuning.layers import candidate_layers
-from gracestream.pipeline.tuning.samples import UserRequests
+from gracestream.pipeline.tuning.trial_texts import UserRequests
 from gracestream.pipeline.tuning.trials import ConfigChoice, TrialMaterial, TrialMeasurement, TrialResult
 from gracestream.pipeline.tuning.workbench import ENCODER_QUERY, AnswerCache, LoadedCheckpoint, Workbench
 from gracestream.workers.bootstrap import checkpoint_from_settings, edit_config_from_settings, limits_from_settings
@@ -48,7 +48,7 @@ whether the answer goes on."""
 
 
 class TrialRunner:
-    """Trial edits on one model with a user's samples.
+    """Trial edits on one model with a user's requests.
 
     Attributes:
         notes: Sentences about everything that was left out.
@@ -60,25 +60,25 @@ class TrialRunner:
     def __init__(
         self,
         settings: Settings,
-        samples: Sequence[LabelledRequest],
+        labelled_requests: Sequence[LabelledRequest],
         layers: Sequence[str],
         trials: int,
         is_time_up: Callable[[], bool],
         on_step: Callable[[str], object],
     ) -> None:
-        """Load the model and divide the samples; without `layers`, candidate layers are tried.
+        """Load the model and divide the requests; without `layers`, candidate layers are tried.
 
         Raises:
             ModelError: the model cannot be loaded.
             WorkbenchError: no layer can be tried.
-            CalibrationError: there are too few samples.
+            CalibrationError: there are too few requests.
         """
         self.notes: list[str] = []
         self._settings = settings.without(TUNED_SETTINGS)  # as if the user had not set them
         checkpoint = self._load_checkpoint()
         bench = Workbench.wrap_layers(checkpoint, layers or self._default_layers(settings.model, checkpoint.module))
         self.notes += [f"{layer} is left out: {reason}" for layer, reason in bench.layer_errors.items()]
-        requests = UserRequests.from_labelled(samples)
+        requests = UserRequests.from_labelled(labelled_requests)
         answers = AnswerCache(bench.task, _max_answer_tokens(bench, requests))
         material = TrialMaterial.from_requests(bench, answers, requests, trials)
         self.notes += material.notes

@@ -55,14 +55,14 @@ def find_settings(
     """
     if plot is not None:
         require_plot(plot)
-    samples = _read_samples(lines)
+    labelled_requests = _read_labelled_requests(lines)
     results: list[TrialResult] = []
     deadline = time.monotonic() + 60 * minutes
     runner = None
     with _suppress_interrupt(), _make_progress() as progress:
         task = progress.add_task("loading the model", total=None)
         runner = TrialRunner(
-            load_settings(model=model), samples, layers, trials, lambda: time.monotonic() > deadline,
+            load_settings(model=model), labelled_requests, layers, trials, lambda: time.monotonic() > deadline,
             lambda step: progress.update(task, advance=1, description=step),
         )  # fmt: skip
         for note in runner.notes:
@@ -96,13 +96,13 @@ def _make_progress() -> Progress:
     return Progress(*columns, console=stderr_console, transient=True, disable=not stderr_console.is_terminal)
 
 
-def _read_samples(path: Path) -> list[LabelledRequest]:
-    """The samples of a file; invalid lines are skipped, and the first of them are reported."""
+def _read_labelled_requests(path: Path) -> list[LabelledRequest]:
+    """The labelled requests of a file; invalid lines are skipped, and the first of them are reported."""
     problems: list[str] = []
-    samples = []
+    labelled_requests = []
     for number, fields in read_valid_lines(path, problems.append):
         try:
-            samples.append(convert_fields(fields, LabelledRequest, Request))
+            labelled_requests.append(convert_fields(fields, LabelledRequest, Request))
         except ValueError as error:
             problems.append(f"{path}, line {number}: {error}; the line is skipped")
     for problem in problems[:MAX_INVALID_LINES]:
@@ -111,7 +111,7 @@ def _read_samples(path: Path) -> list[LabelledRequest]:
         stderr_console.print(
             f"{pluralize(len(problems) - MAX_INVALID_LINES, 'more line is', 'more lines are')} skipped"
         )
-    return samples
+    return labelled_requests
 
 
 def _print_result(

@@ -21,9 +21,9 @@ class Grace(CodebookEditor):
         super().__init__(model, self.engine.codebook, self.engine.index)
         if plan.traffic_sample_size and traffic:
             for offset, (text, query_D) in enumerate(zip(traffic, self._query_cache.get(traffic), strict=True)):
-                rank = self.engine.reservoir.offer(0, offset, 0.0)
-                if rank is not None:
-                    self.engine.add_traffic(rank, query_D, model.task.wording(model.task.tokenize(text)))
+                score = self.engine.traffic_sample.offer(0, offset, 0.0)
+                if score is not None:
+                    self.engine.add_traffic(score, query_D, model.task.wording(model.task.tokenize(text)))
 
     def edit(self, number: int, example: Example) -> EditOutcome:
         """Decide as the editor worker does, and apply the delta without a log."""

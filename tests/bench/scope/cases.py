@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Corrections in order, the cases, and the traffic in the editor's reservoir."""
+    """Corrections in order, the cases, and the traffic in the editor's traffic sample."""
 
     name: str
     corrections: Sequence[Correction]

@@ -144,7 +144,9 @@ class EditedModel:
         unit = self.engine.initial_radius() / self.engine.config.radius
         limits_N = np.full(len(keys_ND), self.engine.config.max_radius)
         if limit_by_traffic:
-            clear = [self.engine.reservoir.nearest_distance(key_D, self.engine.tolerance(key_D)) for key_D in keys_ND]
+            clear = [
+                self.engine.traffic_sample.nearest_distance(key_D, self.engine.tolerance(key_D)) for key_D in keys_ND
+            ]
             limits_N = np.minimum(limits_N, MAX_TRAFFIC_FRACTION * np.array(clear))
         found = self.engine.index.nearest(torch.from_numpy(self.queries(prompts)))
         distances_B = found.distances_B.cpu().numpy()

@@ -166,13 +166,13 @@ STREAM_KINDS = (
 def start_engine(
     model: EditableModel, plan: EditConfig, traffic: Sequence[str], texts: PromptCache, lead_record: bytes
 ) -> EditEngine:
-    """An engine that leads with this record, and has the traffic in its reservoir."""
+    """An engine that leads with this record, and has the traffic in its traffic sample."""
     engine = EditEngine(model, CODEBOOK, plan)
     engine.apply(lead_record)
     for offset, (text, query_D) in enumerate(zip(traffic, texts.queries(traffic), strict=True)):
-        rank = engine.reservoir.offer(0, offset, 0.0)
-        if rank is not None:
-            engine.add_traffic(rank, query_D, texts.wording(text))
+        score = engine.traffic_sample.offer(0, offset, 0.0)
+        if score is not None:
+            engine.add_traffic(score, query_D, texts.wording(text))
     return engine
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.traffic_reservoir import TrafficReservoir, reservoir_score
+from gracestream.pipeline.editing.traffic_sample import TrafficSample, sample_score
 from gracestream.pipeline.editor import traffic_reader as request_tail
 from gracestream.pipeline.editor.traffic_reader import (
     MAX_POLL_RECORDS,
@@ -43,7 +43,7 @@ def send(settings: Settings, count: int, partition: int, different: int = len(PR
 
 @pytest.fixture
 def small(deploy: Callable[..., Settings], prefix: str) -> Settings:
-    """A deployment whose reservoir holds few queries."""
+    """A deployment whose traffic sample holds few queries."""
     return deploy("llama", prefix, traffic_sample_size=CAPACITY)
 
 
@@ -66,8 +66,8 @@ def tail_of() -> Iterator[Callable[[Settings], TrafficReader]]:
         one.close()
 
 
-def traffic(tail: TrafficReader) -> TrafficReservoir:
-    return tail._engine.reservoir
+def traffic(tail: TrafficReader) -> TrafficSample:
+    return tail._engine.traffic_sample
 
 
 def counted(tail: TrafficReader, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -98,7 +98,7 @@ def test_it_looks_at_many_requests_for_each_that_it_runs(
     assert sum(ran) <= 3 * CAPACITY + (3000 // MAX_POLL_RECORDS) * CAPACITY
     assert looks < 3000 / QUERY_BATCH_SIZE / 2
     wanted = sorted(
-        reservoir_score(record.partition, record.offset, record.timestamp / 1000, small.editing.seed)
+        sample_score(record.partition, record.offset, record.timestamp / 1000, small.editing.seed)
         for record in records(small, "requests")
     )[-CAPACITY:]
     assert sorted(traffic(tail)._scores) == wanted
@@ -146,7 +146,7 @@ def test_a_few_prompts_that_come_again_and_again_are_run_once(
     assert sum(ran) == CAPACITY // 2
 
 
-def test_a_starting_editor_fills_its_reservoir_from_the_tail(
+def test_a_starting_editor_fills_its_traffic_sample_from_the_tail(
     small: Settings, tail_of: Callable[[Settings], TrafficReader]
 ) -> None:
     send(small, WARM_UP_RECORDS + 500, partition=1)

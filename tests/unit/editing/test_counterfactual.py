@@ -201,7 +201,7 @@ def test_a_decision_that_is_made_again_sees_the_traffic_of_its_time() -> None:
     story.correct("b", (5, 0), 2)
     story.correct("c", (0.1, 0), 2)
     radius = float(story.engine.codebook.radii_N[story.engine.codebook.slot("b")])
-    story.engine.reservoir = type(story.engine.reservoir)(8, 0)
+    story.engine.traffic_sample = type(story.engine.traffic_sample)(8, 0)
     story.undo("u", "a")
     assert float(story.engine.codebook.radii_N[story.engine.codebook.slot("b")]) == radius == pytest.approx(0.8)
 

@@ -281,9 +281,9 @@ def test_editing_draws_no_random_number_and_keeps_the_weights(bert: EditableMode
 
 
 def observed(engine: EditEngine, text: str, offset: int) -> None:
-    rank = engine.reservoir.offer(0, offset, 0.0)
-    assert rank is not None
-    engine.add_traffic(rank, near(engine, text))
+    score = engine.traffic_sample.offer(0, offset, 0.0)
+    assert score is not None
+    engine.add_traffic(score, near(engine, text))
 
 
 def test_radii_keep_clear_of_traffic_which_the_edit_does_not_capture(bert: EditableModel) -> None:
@@ -305,11 +305,11 @@ def test_what_an_entry_answers_is_no_traffic_and_what_was_flagged_is_forgotten(b
     engine = engine_of(bert, radius=1e-3, radius_unit="absolute")
     observed(engine, TEXTS[0], 0)
     observed(engine, TEXTS[1], 1)
-    assert len(engine.reservoir) == 2
+    assert len(engine.traffic_sample) == 2
     correct(engine, "a", TEXTS[0], wrong_target(engine, TEXTS[0]))
-    assert len(engine.reservoir) == 1
+    assert len(engine.traffic_sample) == 1
     observed(engine, TEXTS[0], 2)
-    assert len(engine.reservoir) == 1
+    assert len(engine.traffic_sample) == 1
 
 
 def test_without_traffic_the_unit_of_radii_is_that_of_everyday_sentences(bert: EditableModel) -> None:

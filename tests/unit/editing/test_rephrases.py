@@ -169,7 +169,7 @@ def test_traffic_forgets_rephrases() -> None:
     see(story, FAR, 0)
     see(story, (-3, -3), 1)
     story.correct("a", (1, 1), 2, rephrases=[FAR])
-    assert len(story.engine.reservoir) == 1
+    assert len(story.engine.traffic_sample) == 1
 
 
 def test_the_same_correction_again_is_unchanged() -> None:

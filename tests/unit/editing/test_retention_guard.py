@@ -65,9 +65,9 @@ class Stream:
         return task.wording(task.tokenize(at(*point_D.tolist())))
 
     def flow(self, place: Sequence[float], offset: int) -> None:
-        rank = self.engine.reservoir.offer(0, offset, 0.0)
-        if rank is not None:
-            self.engine.add_traffic(rank, point(*place), self.wording(point(*place)))
+        score = self.engine.traffic_sample.offer(0, offset, 0.0)
+        if score is not None:
+            self.engine.add_traffic(score, point(*place), self.wording(point(*place)))
 
     def kept(self) -> list[np.ndarray]:
         """The inputs that the unedited model must go on answering."""
@@ -204,7 +204,7 @@ def test_the_flagged_input_itself_is_no_traffic_that_blocks_its_expand() -> None
     ours = start()
     ours.correct((0, 0), 1)
     ours.flow((0, 1.2), 0)
-    assert len(ours.engine.reservoir) == 1
+    assert len(ours.engine.traffic_sample) == 1
     assert ours.correct((0, 1.2), 1) == "expanded"
 
 

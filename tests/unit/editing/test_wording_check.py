@@ -15,7 +15,7 @@ from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.codebook.lookup import MAX_COMPARED_WORDINGS, OUTSIDE_RADIUS_REASON, CodebookLookup
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.traffic_reservoir import TrafficReservoir
+from gracestream.pipeline.editing.traffic_sample import TrafficSample
 from gracestream.pipeline.model.editable import ServedAnswer
 from gracestream.pipeline.search.key_search import TorchSearch
 from gracestream.pipeline.tuning.evaluation import EvaluationCase, evaluate
@@ -176,7 +176,7 @@ def test_traffic_with_other_words_bounds_no_radius(kind: str) -> None:
     prompt = engine.model.task.tokenize(OTHER)
     (query_D,) = engine.model.queries([prompt]).cpu().numpy()
     for made in (engine, worded):
-        made.reservoir = TrafficReservoir(8, 0)
+        made.traffic_sample = TrafficSample(8, 0)
         made.add_traffic(1.0, query_D, made.model.task.wording(prompt))
     for made in (engine, worded, free):
         correct(made, "a", EDITED, TARGET)

@@ -73,7 +73,7 @@ def test_whatever_happens_each_feedback_record_is_done_once_and_all_agree(
         struck.update((kind, operation) for _, kind, operation in story.happened)
         struck["", "seeds"] += 1
         struck["", "trained together"] += any(map(trained_together, left.deltas))
-        struck["", "saw traffic"] += any(len(process.engine.reservoir) for process in story.processes)
+        struck["", "saw traffic"] += any(len(process.engine.traffic_sample) for process in story.processes)
 
 
 def trained_together(record: Any) -> bool:

@@ -19,7 +19,7 @@ from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.sentence_encoder import SentenceEncoder
 from gracestream.pipeline.tuning import workbench
 from gracestream.pipeline.tuning.evaluation import EvaluationCase, evaluate
-from gracestream.pipeline.tuning.samples import UserRequests
+from gracestream.pipeline.tuning.trial_texts import UserRequests
 from gracestream.pipeline.tuning.trials import ConfigChoice, Share, TrialMaterial, TrialMeasurement, TrialResult
 from gracestream.pipeline.tuning.workbench import (
     ENCODER_QUERY,

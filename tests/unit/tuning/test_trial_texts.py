@@ -11,7 +11,7 @@ from msgspec import UNSET
 from gracestream.pipeline.editing.calibration import CalibrationError, LabelledRequest
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.tasks.base import InputError
-from gracestream.pipeline.tuning.samples import (
+from gracestream.pipeline.tuning.trial_texts import (
     INVENTED_NAMES,
     TargetMaker,
     UserRequests,

@@ -1,7 +1,7 @@
 """Material for trial edits: corrections of a user's requests, texts they should reach, and texts they should not.
 
 1. The division into trials, traffic and held-out requests does not depend on the order of the requests.
-2. A request is either a trial, or background traffic for the editor, or held out.
+2. A request is either a trial, or unflagged traffic for the editor, or held out.
 3. Unusable input is left out.
 
 Not promised: true targets. A request without a target gets an answer that the unedited model does not give.
@@ -29,7 +29,7 @@ MAX_HELD_OUT = 200
 """Largest number of held-out requests. If none of 200 is captured, the 95 % interval of the share ends below 0.02."""
 
 MAX_TRAFFIC = 512
-"""Largest number of requests that the editor sees as background traffic."""
+"""Largest number of requests that the editor reads as unflagged traffic."""
 
 REQUESTS_PER_SUBJECT = 8
 """Other requests about a trial's subject that no entry should capture."""
@@ -89,12 +89,12 @@ class UserRequests:
     def from_labelled(cls, requests: Sequence[LabelledRequest]) -> "UserRequests":
         """Merge the lines of the user's file: several lines may give rephrases of one request; the last target wins."""
         merged = cls()
-        for sample in requests:
-            known = merged.rephrases.setdefault(sample.inputs, ())
-            if sample.rephrase is not UNSET and sample.rephrase not in (sample.inputs, *known):
-                merged.rephrases[sample.inputs] = (*known, sample.rephrase)
-            if sample.target is not UNSET:
-                merged.targets[sample.inputs] = sample.target.strip()
+        for request in requests:
+            known = merged.rephrases.setdefault(request.inputs, ())
+            if request.rephrase is not UNSET and request.rephrase not in (request.inputs, *known):
+                merged.rephrases[request.inputs] = (*known, request.rephrase)
+            if request.target is not UNSET:
+                merged.targets[request.inputs] = request.target.strip()
         return merged
 
     def divide(self, trial_count: int) -> Division:

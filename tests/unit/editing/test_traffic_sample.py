@@ -1,16 +1,16 @@
-"""The reservoir holds the same sample for whoever reads the same requests, stays bounded, and forgets."""
+"""The traffic sample: equal requests give equal samples, its size is bounded, and old requests leave it."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.editing.traffic_reservoir import (
+from gracestream.pipeline.editing.traffic_sample import (
     DECAY_SECONDS,
     MIN_SAMPLE,
-    TrafficReservoir,
+    TrafficSample,
     median_nearest_distance,
-    reservoir_score,
+    sample_score,
 )
 from tests.support.chosen_queries import point
 from tests.support.examples import examples
@@ -19,20 +19,20 @@ NOISE = 1e-3
 MANY = examples(0.4)
 
 
-def offer_and_add(traffic: TrafficReservoir, partition: int, offset: int, timestamp: float, *query: float) -> None:
-    rank = traffic.offer(partition, offset, timestamp)
-    if rank is not None:
-        traffic.add(rank, point(*query), NOISE)
+def offer_and_add(traffic: TrafficSample, partition: int, offset: int, timestamp: float, *query: float) -> None:
+    score = traffic.offer(partition, offset, timestamp)
+    if score is not None:
+        traffic.add(score, point(*query), NOISE)
 
 
-def held(traffic: TrafficReservoir) -> set[tuple[float, ...]]:
+def held(traffic: TrafficSample) -> set[tuple[float, ...]]:
     return {tuple(query_D.tolist()) for query_D in traffic._queries.points_ND}
 
 
 @MANY
 @given(st.randoms(use_true_random=False), st.integers(1, 20), st.integers(0, 5))
 def test_the_sample_does_not_depend_on_the_order_of_arrival(order: object, capacity: int, seed: int) -> None:
-    """Nor on how partitions interleave; inputs that come again count once, at their best rank."""
+    """Partitions may interleave in any order; equal inputs count once, with their best score."""
     requests = [
         (partition, offset, 60.0 * offset, (offset * 7 + partition) % 23)
         for partition in (0, 1)
@@ -40,7 +40,7 @@ def test_the_sample_does_not_depend_on_the_order_of_arrival(order: object, capac
     ]
     samples = []
     for _ in range(2):
-        traffic = TrafficReservoir(capacity, seed)
+        traffic = TrafficSample(capacity, seed)
         for partition, offset, timestamp, place in requests:
             offer_and_add(traffic, partition, offset, timestamp, place, 0)
         samples.append((held(traffic), sorted(traffic._scores), traffic.positions))
@@ -48,9 +48,9 @@ def test_the_sample_does_not_depend_on_the_order_of_arrival(order: object, capac
     assert samples[0] == samples[1]
 
 
-def test_the_reservoir_is_bounded_and_holds_the_highest_scores() -> None:
-    traffic = TrafficReservoir(10, seed=1)
-    scores = {offset: reservoir_score(0, offset, 0.0, 1) for offset in range(300)}
+def test_the_sample_is_bounded_and_holds_the_highest_scores() -> None:
+    traffic = TrafficSample(10, seed=1)
+    scores = {offset: sample_score(0, offset, 0.0, 1) for offset in range(300)}
     for offset in range(300):
         offer_and_add(traffic, 0, offset, 0.0, offset, 0)
         assert len(traffic) <= 10
@@ -59,7 +59,7 @@ def test_the_reservoir_is_bounded_and_holds_the_highest_scores() -> None:
 
 
 def test_old_requests_are_forgotten_with_time() -> None:
-    traffic = TrafficReservoir(50, seed=0)
+    traffic = TrafficSample(50, seed=0)
     for offset in range(500):
         offer_and_add(traffic, 0, offset, 0.0, offset, 0)
     for offset in range(500, 1000):
@@ -68,7 +68,7 @@ def test_old_requests_are_forgotten_with_time() -> None:
 
 
 def test_requests_of_one_time_are_sampled_evenly() -> None:
-    traffic = TrafficReservoir(200, seed=0)
+    traffic = TrafficSample(200, seed=0)
     for offset in range(2000):
         offer_and_add(traffic, offset % 4, offset // 4, 0.0, offset, 0)
     places = sorted(query[0] for query in held(traffic))
@@ -76,51 +76,51 @@ def test_requests_of_one_time_are_sampled_evenly() -> None:
 
 
 def test_the_score_is_a_pure_function_of_place_time_and_seed() -> None:
-    assert reservoir_score(1, 2, 3.0, 4) == reservoir_score(1, 2, 3.0, 4)
+    assert sample_score(1, 2, 3.0, 4) == sample_score(1, 2, 3.0, 4)
     assert (
         len(
             {
-                reservoir_score(0, 1, 0.0, 0),
-                reservoir_score(1, 0, 0.0, 0),
-                reservoir_score(0, 1, 0.0, 1),
-                reservoir_score(0, 11, 0.0, 0),
+                sample_score(0, 1, 0.0, 0),
+                sample_score(1, 0, 0.0, 0),
+                sample_score(0, 1, 0.0, 1),
+                sample_score(0, 11, 0.0, 0),
             }
         )
         == 4
     )
-    assert reservoir_score(0, 1, DECAY_SECONDS, 0) == pytest.approx(reservoir_score(0, 1, 0.0, 0) + 1)
+    assert sample_score(0, 1, DECAY_SECONDS, 0) == pytest.approx(sample_score(0, 1, 0.0, 0) + 1)
 
 
-def test_a_reservoir_of_no_capacity_wants_nothing_but_counts() -> None:
-    traffic = TrafficReservoir(0, seed=0)
+def test_a_sample_without_capacity_takes_no_query_but_moves_positions() -> None:
+    traffic = TrafficSample(0, seed=0)
     assert traffic.offer(3, 41, 0.0) is None
     assert (traffic.positions, len(traffic), traffic.median_distance()) == ({3: 42}, 0, None)
     assert traffic.nearest_distance(point(0, 0), NOISE) == np.inf
 
 
 def test_positions_never_go_back() -> None:
-    traffic = TrafficReservoir(1, seed=0)
+    traffic = TrafficSample(1, seed=0)
     for offset in (5, 3, 9, 2):
         traffic.offer(0, offset, 0.0)
     assert traffic.positions == {0: 10}
 
 
 def test_an_input_that_comes_again_is_held_once() -> None:
-    traffic = TrafficReservoir(10, seed=0)
+    traffic = TrafficSample(10, seed=0)
     for offset in range(20):
         offer_and_add(traffic, 0, offset, 0.0, 1, NOISE / 40 * offset)
     assert len(traffic) == 1
 
 
 def test_a_query_that_is_not_finite_is_not_held() -> None:
-    traffic = TrafficReservoir(10, seed=0)
+    traffic = TrafficSample(10, seed=0)
     offer_and_add(traffic, 0, 0, 0.0, np.nan, 0)
     offer_and_add(traffic, 0, 1, 0.0, np.inf, 0)
     assert len(traffic) == 0
 
 
 def test_clearance_is_the_distance_to_the_nearest_other_input() -> None:
-    traffic = TrafficReservoir(10, seed=0)
+    traffic = TrafficSample(10, seed=0)
     for offset, place in enumerate((0.0, 3.0, 5.0)):
         offer_and_add(traffic, 0, offset, 0.0, place, 0)
     assert traffic.nearest_distance(point(1, 0), NOISE) == 1.0
@@ -129,7 +129,7 @@ def test_clearance_is_the_distance_to_the_nearest_other_input() -> None:
 
 
 def test_a_flagged_input_is_forgotten() -> None:
-    traffic = TrafficReservoir(10, seed=0)
+    traffic = TrafficSample(10, seed=0)
     for offset, place in enumerate((0.0, 3.0)):
         offer_and_add(traffic, 0, offset, 0.0, place, 0)
     traffic.remove(point(3, NOISE / 2), NOISE)
@@ -139,7 +139,7 @@ def test_a_flagged_input_is_forgotten() -> None:
 
 
 def test_the_unit_is_the_median_nearest_distance_once_there_is_enough() -> None:
-    traffic = TrafficReservoir(100, seed=0)
+    traffic = TrafficSample(100, seed=0)
     for offset in range(MIN_SAMPLE - 1):
         offer_and_add(traffic, 0, offset, 0.0, 2 * offset, 0)
     assert traffic.median_distance() is None

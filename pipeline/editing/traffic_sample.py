@@ -28,7 +28,7 @@ MIN_SAMPLE = 32
 """Queries that the sample must hold before its median distance serves as the unit of radii."""
 
 
-def reservoir_score(partition: int, offset: int, timestamp: float, seed: int) -> float:
+def sample_score(partition: int, offset: int, timestamp: float, seed: int) -> float:
     """The sampling score of one request record; `timestamp` in seconds. See the module for the derivation."""
     digest = hashlib.blake2b(f"{seed}/{partition}/{offset}".encode(), digest_size=8).digest()
     # The half step keeps `uniform` strictly between 0 and 1, so that both logarithms are finite.
@@ -44,7 +44,7 @@ def median_nearest_distance(queries_RD: np.ndarray) -> float:
     return float(np.median(distances_RR.amin(dim=1).numpy()))
 
 
-class TrafficReservoir:
+class TrafficSample:
     """A sample of at most `capacity` unflagged queries, with their scores and wordings.
 
     Attributes:
@@ -69,7 +69,7 @@ class TrafficReservoir:
         Callers compute the query, which takes a pass of the model, only for records with a score.
         """
         self.positions[partition] = max(offset + 1, self.positions.get(partition, 0))
-        score = reservoir_score(partition, offset, timestamp, self._seed)
+        score = sample_score(partition, offset, timestamp, self._seed)
         if self._capacity == 0 or (len(self) == self._capacity and score <= min(self._scores)):
             return None
         return score
