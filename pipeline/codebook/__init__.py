@@ -11,7 +11,13 @@ from gracestream.pipeline.codebook.compare import EditState, diff_entry, diff_ex
 from gracestream.pipeline.codebook.edit_memory import UNEDITED_MODEL, EditMemory, merge_contexts, resolve_undos
 from gracestream.pipeline.codebook.file import CodebookFileError, load_codebook, parse_codebook, save_codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex, to_numpy
-from gracestream.pipeline.codebook.lookup import OUTSIDE_RADIUS_REASON, CodebookLookup, Hit, WordingGetter, serving_hit
+from gracestream.pipeline.codebook.lookup import (
+    OUTSIDE_RADIUS_REASON,
+    CodebookLookup,
+    FoundEntry,
+    WordingGetter,
+    if_serving,
+)
 from gracestream.pipeline.codebook.policy import (
     DTYPE_TOLERANCES,
     MAX_TRAFFIC_FRACTION,
@@ -35,7 +41,7 @@ __all__ = [
     "CodebookLookup",
     "EditMemory",
     "EditState",
-    "Hit",
+    "FoundEntry",
     "KeyIndex",
     "Label",
     "MaintenancePolicy",
@@ -49,6 +55,7 @@ __all__ = [
     "entries_equal",
     "exception_query",
     "fallback_to_own_entry",
+    "if_serving",
     "is_same_request",
     "load_codebook",
     "match_tolerance",
@@ -58,6 +65,5 @@ __all__ = [
     "read_query_setting",
     "resolve_undos",
     "save_codebook",
-    "serving_hit",
     "to_numpy",
 ]

@@ -24,11 +24,11 @@ Most other requests about a subject lie at least this far away.
 OUTSIDE_RADIUS_REASON = "the prompt has all names of the correction, and is a little outside its radius"
 
 MAX_COMPARED_WORDINGS = 16
-"""Most entries whose radius contains the query that are compared with one prompt by wording."""
+"""Limit on the entries compared with one prompt by wording, of those whose radius contains the query."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class FoundEntry:
     """The entry found for one row. It serves the row unless `reason_not_served` is set.
 
     Attributes:
@@ -47,7 +47,7 @@ class Hit:
 
     @property
     def is_outside_radius(self) -> bool:
-        """True if the query is outside the radius: the entry matched by its words, or is a near miss."""
+        """True if the query is outside the radius: the entry matches by its words, or is a near miss."""
         return not self.distance < self.radius
 
 
@@ -58,7 +58,7 @@ class CodebookLookup:
     codebook: Codebook
     index: KeyIndex
 
-    def find_hits(self, queries_BD: Tensor, get_wording: WordingGetter) -> list[Hit | None]:
+    def find_entries(self, queries_BD: Tensor, get_wording: WordingGetter) -> list[FoundEntry | None]:
         """The entry that may serve each query; None if there is none.
 
         1. If the query is within the nearest entry's radius, the entries whose radius contains it are compared, nearest
@@ -75,32 +75,34 @@ class CodebookLookup:
         """
         codebook, index = self.codebook, self.index
         nearest_keys = index.nearest_within_radius(queries_BD)
-        hits: list[Hit | None] = []
+        found_entries: list[FoundEntry | None] = []
         for row, nearest in enumerate(
             zip(nearest_keys.slots_B.tolist(), nearest_keys.distances_B.tolist(), strict=True)
         ):
             query_D, wording = queries_BD[row], cache(partial(get_wording, row))
-            hit = None
+            found = None
             if nearest[0] != NO_SLOT:
-                hit = _first_agreeing(_iterate_containing(nearest, query_D, index), query_D, codebook, wording)
-            if serving_hit(hit) is None:
+                found = _first_agreeing(_iterate_containing(nearest, query_D, index), query_D, codebook, wording)
+            if if_serving(found) is None:
                 same_words = index.nearest_with_same_words(query_D, wording)
-                hit = hit if same_words is None else _make_hit(codebook, *same_words)
-            hits.append(hit or _near_miss(codebook, index.nearest_with_same_names(query_D, wording)))
-        return hits
+                found = found if same_words is None else _found_entry(codebook, *same_words)
+            found_entries.append(found or _near_miss(codebook, index.nearest_with_same_names(query_D, wording)))
+        return found_entries
 
-    def gather_values(self, hits: Sequence[Hit | None]) -> tuple[Tensor, Tensor] | None:
-        """A mask (B) of the rows with a hit, and the entries' values (B, V), zeros elsewhere; None without any hit."""
-        rows = [row for row, hit in enumerate(hits) if hit is not None]
+    def gather_values(self, serving: Sequence[FoundEntry | None]) -> tuple[Tensor, Tensor] | None:
+        """A mask (B) of the rows with an entry, and the entries' values (B, V), zeros elsewhere; None without any."""
+        rows = [row for row, entry in enumerate(serving) if entry is not None]
         if not rows:
             return None
-        values_BV = torch.zeros(len(hits), self.codebook.values_NV.shape[1])
-        values_BV[rows] = torch.from_numpy(self.codebook.values_NV[[hit.slot for hit in hits if hit is not None]])
-        return torch.tensor([hit is not None for hit in hits]), values_BV
+        values_BV = torch.zeros(len(serving), self.codebook.values_NV.shape[1])
+        values_BV[rows] = torch.from_numpy(
+            self.codebook.values_NV[[entry.slot for entry in serving if entry is not None]]
+        )
+        return torch.tensor([entry is not None for entry in serving]), values_BV
 
-    def label(self, hit: Hit) -> Label:
-        """The label of the hit's entry."""
-        return self.codebook.labels[hit.slot]
+    def label(self, found: FoundEntry) -> Label:
+        """The label of the entry."""
+        return self.codebook.labels[found.slot]
 
 
 def _iterate_containing(nearest: tuple[int, float], query_D: Tensor, index: KeyIndex) -> Iterator[tuple[int, float]]:
@@ -114,32 +116,32 @@ def _iterate_containing(nearest: tuple[int, float], query_D: Tensor, index: KeyI
 
 def _first_agreeing(
     candidates: Iterable[tuple[int, float]], query_D: Tensor, codebook: Codebook, get_wording: Callable[[], str]
-) -> Hit | None:
+) -> FoundEntry | None:
     """The first candidate that serves the prompt, or else the first whose wording disagrees; None if there is none."""
-    first_missed = None
+    first_disagreeing = None
     for slot, distance in candidates:
         if codebook.exceptions.is_exempt(codebook.entry_ids[slot], lambda: to_numpy(query_D), get_wording):
             continue
         wording = codebook.wordings[slot]
-        hit = _make_hit(codebook, slot, distance, find_disagreement(wording, get_wording()) if wording else "")
-        if serving_hit(hit):
-            return hit
-        first_missed = first_missed or hit
-    return first_missed
+        found = _found_entry(codebook, slot, distance, find_disagreement(wording, get_wording()) if wording else "")
+        if if_serving(found):
+            return found
+        first_disagreeing = first_disagreeing or found
+    return first_disagreeing
 
 
-def _near_miss(codebook: Codebook, nearest: tuple[int, float] | None) -> Hit | None:
+def _near_miss(codebook: Codebook, nearest: tuple[int, float] | None) -> FoundEntry | None:
     """The entry with the same names as a near miss, if the query is a little outside its radius, else None."""
     if nearest is None:
         return None
-    hit = _make_hit(codebook, *nearest, OUTSIDE_RADIUS_REASON)
-    return hit if hit.radius <= hit.distance < NEAR_MISS_RADII * hit.radius else None
+    found = _found_entry(codebook, *nearest, OUTSIDE_RADIUS_REASON)
+    return found if found.radius <= found.distance < NEAR_MISS_RADII * found.radius else None
 
 
-def _make_hit(codebook: Codebook, slot: int, distance: float, reason_not_served: str = "") -> Hit:
-    return Hit(slot, codebook.entry_ids[slot], distance, float(codebook.radii_N[slot]), reason_not_served)
+def _found_entry(codebook: Codebook, slot: int, distance: float, reason_not_served: str = "") -> FoundEntry:
+    return FoundEntry(slot, codebook.entry_ids[slot], distance, float(codebook.radii_N[slot]), reason_not_served)
 
 
-def serving_hit(hit: Hit | None) -> Hit | None:
-    """The hit if its entry serves the row, else None."""
-    return None if hit is None or hit.reason_not_served else hit
+def if_serving(found: FoundEntry | None) -> FoundEntry | None:
+    """The found entry if it serves the row, else None."""
+    return None if found is None or found.reason_not_served else found

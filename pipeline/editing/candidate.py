@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from msgspec import UnsetType
 
-from gracestream.pipeline.codebook import Hit, Label, MaintenancePolicy
+from gracestream.pipeline.codebook import FoundEntry, Label, MaintenancePolicy
 from gracestream.pipeline.editing.context import ContextRecorder
 from gracestream.pipeline.editing.value_training import TrainedValue
 from gracestream.pipeline.model import SuffixPass, TargetCheck, TargetPass
@@ -51,16 +51,16 @@ class RecordedInputs:
 class Inspection:
     """The facts about one input and its target, from one pass of the edited model.
 
-    Only `target_check`, `hit` and `hit_value_V` depend on the codebook. So while the same entry with the same value
-    serves the input, an inspection stays valid (`EditWorkspace.is_still_valid`).
+    Only `target_check`, `served_by` and `serving_value_V` depend on the codebook. So while the same entry with the same
+    value serves the input, an inspection stays valid (`EditWorkspace.is_still_valid`).
 
     Attributes:
         label: The target as tokens or a class.
         target_pass: The input with the target, as the model takes it.
         suffix: The part of the pass that depends on the value, for repeated passes with other values.
         target_check: Whether the edited model predicts the target.
-        hit: The entry that served the input; None if the unedited model did.
-        hit_value_V: The value of that entry; empty without one.
+        served_by: The entry that served the input; None if the unedited model did.
+        serving_value_V: The value of that entry; empty without one.
         query_D: The query.
         layer_output_V: The layer's own output at the position where a value is injected.
     """
@@ -69,8 +69,8 @@ class Inspection:
     target_pass: TargetPass
     suffix: SuffixPass
     target_check: TargetCheck
-    hit: Hit | None
-    hit_value_V: np.ndarray
+    served_by: FoundEntry | None
+    serving_value_V: np.ndarray
     query_D: np.ndarray
     layer_output_V: torch.Tensor
     wording: str = ""
@@ -83,7 +83,7 @@ class Inspection:
         An entry that serves the input only by the same words does not count: its radius does not cover the query, so
         the correction still needs a key of its own.
         """
-        return self.target_check.predicts_target and (self.hit is None or not self.hit.is_outside_radius)
+        return self.target_check.predicts_target and (self.served_by is None or not self.served_by.is_outside_radius)
 
 
 @dataclass(frozen=True, slots=True)

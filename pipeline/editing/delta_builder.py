@@ -87,15 +87,15 @@ def build_confirmation(workspace: EditWorkspace, candidate: EditCandidate) -> Ed
     It remembers the input as an edit, so that the retention guard protects it. Otherwise a later edit could shadow the
     query, and the answer that a reviewer confirmed would become wrong.
     """
-    hit, changes = candidate.inspection.hit, []
+    served_by, changes = candidate.inspection.served_by, []
     outcome = unchanged_outcome(candidate.feedback, candidate.inspection.target_check.loss)
-    if hit is not None:
-        outcome = msgspec.structs.replace(outcome, entry_id=hit.entry_id)
+    if served_by is not None:
+        outcome = msgspec.structs.replace(outcome, entry_id=served_by.entry_id)
         # The query may lie so near the edge of the radius that another batch computes it outside. Grow if allowed.
-        covering_radius = round_to_float32(candidate.policy.covering_radius(hit.distance))
-        protected_distance = workspace.entry_protected_distance(hit.slot, candidate)
-        if hit.radius < covering_radius <= candidate.policy.max_allowed_radius(protected_distance):
-            changes = [EntryChange(entry_id=hit.entry_id, radius=covering_radius)]
+        covering_radius = round_to_float32(candidate.policy.covering_radius(served_by.distance))
+        protected_distance = workspace.entry_protected_distance(served_by.slot, candidate)
+        if served_by.radius < covering_radius <= candidate.policy.max_allowed_radius(protected_distance):
+            changes = [EntryChange(entry_id=served_by.entry_id, radius=covering_radius)]
     memory, codebook = workspace.memory, workspace.codebook
     contradicted = [
         other
@@ -114,7 +114,7 @@ def build_confirmation(workspace: EditWorkspace, candidate: EditCandidate) -> Ed
         outcome,
         "expand",
         changes,
-        UNSET if hit is None else hit.entry_id,
+        UNSET if served_by is None else served_by.entry_id,
         [*contradicted, *ended_exceptions],
         placement,
     )

@@ -38,7 +38,7 @@ from gracestream.pipeline.codebook import (
     PolicyDecision,
     decide_action,
     fallback_to_own_entry,
-    serving_hit,
+    if_serving,
 )
 from gracestream.pipeline.editing.candidate import (
     DraftValue,
@@ -106,8 +106,8 @@ class EditEngine(EditWorkspace):
 
         `score` comes from `TrafficSample.offer`. Requests that an entry serves must not bound that entry's radius.
         """
-        (match,) = self.lookup.find_hits(torch.from_numpy(query_D)[None], lambda _row: wording)
-        if serving_hit(match) is None:
+        (found,) = self.lookup.find_entries(torch.from_numpy(query_D)[None], lambda _row: wording)
+        if if_serving(found) is None:
             self.traffic_sample.add(score, query_D, self.tolerance(query_D), wording)
 
     def edit(
@@ -308,12 +308,12 @@ class EditEngine(EditWorkspace):
 
     def _confirm(self, candidate: EditCandidate) -> EditResult:
         """The result of a correction whose target the model predicts already."""
-        hit = candidate.inspection.hit
-        if hit is not None:
-            rephrases = inspect_rephrases(self, candidate, self.codebook.values_NV[hit.slot].copy())
+        served_by = candidate.inspection.served_by
+        if served_by is not None:
+            rephrases = inspect_rephrases(self, candidate, self.codebook.values_NV[served_by.slot].copy())
             if any_predicts_target(rephrases):
                 loss = candidate.inspection.target_check.loss
-                return self._extend_with_rephrases(candidate, hit.slot, rephrases, loss)
+                return self._extend_with_rephrases(candidate, served_by.slot, rephrases, loss)
         return build_confirmation(self, candidate)
 
     def _correct(self, candidate: EditCandidate) -> EditResult:

@@ -167,8 +167,8 @@ def _explain_unreachable(
             f"no edit {edit_id!r} is in force; `except_from` names a correction, or the entry that a prediction names"
             " in `edit` or `near_miss`"
         )
-    (match,) = engine.lookup.find_hits(torch.from_numpy(query_D.copy())[None], lambda _row: wording)
-    if match is not None and match.entry_id in entry_ids:
+    (found,) = engine.lookup.find_entries(torch.from_numpy(query_D.copy())[None], lambda _row: wording)
+    if found is not None and found.entry_id in entry_ids:
         return None
     slots = [codebook.slot(entry_id) for entry_id in entry_ids]
     distances = [exact_distance(query_D, codebook.keys_ND[slot]) for slot in slots]

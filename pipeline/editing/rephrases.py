@@ -255,19 +255,19 @@ def protect_rephrases(workspace: EditWorkspace, candidate: EditCandidate) -> Rep
             placement.leave_out(rephrase, rephrase.exclusion_reason)
             continue
         local, _, _, nearest = _candidate_at(workspace, candidate, rephrase.query_D)
-        hit, wording = rephrase.inspection.hit, workspace.entry_wording(rephrase.inspection)
+        served_by, wording = rephrase.inspection.served_by, workspace.entry_wording(rephrase.inspection)
         if not rephrase.inspection.target_check.predicts_target:
             placement.leave_out(
                 rephrase,
-                REASON_NO_VALUE if candidate.inspection.hit is None else REASON_VALUE_FAILS,
+                REASON_NO_VALUE if candidate.inspection.served_by is None else REASON_VALUE_FAILS,
                 nearest,
                 wording,
             )
-        elif hit is not None and hit.radius < local.policy.covering_radius(hit.distance):
+        elif served_by is not None and served_by.radius < local.policy.covering_radius(served_by.distance):
             # Another batch may compute the query outside the radius, so the edit could not be relied on.
             placement.leave_out(rephrase, REASON_AT_EDGE, nearest, wording)
         else:
-            entry_id = UNSET if hit is None else hit.entry_id
+            entry_id = UNSET if served_by is None else served_by.entry_id
             query = Tensor.from_array(rephrase.query_D)
             placement.keys.append(
                 with_fields(nearest, entry_id=entry_id, query=query, wording=rephrase.inspection.wording)

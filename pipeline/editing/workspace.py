@@ -23,9 +23,9 @@ from gracestream.pipeline.codebook import (
     EditMemory,
     KeyIndex,
     Label,
+    if_serving,
     is_same_request,
     match_tolerance,
-    serving_hit,
 )
 from gracestream.pipeline.editing.calibration import radius_unit_from_probes
 from gracestream.pipeline.editing.candidate import EditCandidate, Inspection
@@ -125,14 +125,14 @@ class EditWorkspace:
         """
         label, target_pass = self.model.prepare_correction(inputs, target)
         target_check, session, suffix = self.model.suffix_runner.inspect(target_pass, self.lookup)
-        hit = session.hits[0]
+        served_by = session.serving_entries[0]
         return Inspection(
             label=label,
             target_pass=target_pass,
             suffix=suffix,
             target_check=target_check,
-            hit=hit,
-            hit_value_V=self.codebook.values_NV[[] if hit is None else hit.slot].copy(),
+            served_by=served_by,
+            serving_value_V=self.codebook.values_NV[[] if served_by is None else served_by.slot].copy(),
             query_D=session.queries_BD[0].cpu().numpy(),
             layer_output_V=session.outputs_BV[0],
             wording=self.model.task.wording_getter(target_pass.batch)(0),
@@ -144,12 +144,13 @@ class EditWorkspace:
         The codebook enters an inspection only through the entry that served the input and the value of that entry.
         """
         query_1D = torch.from_numpy(inspection.query_D)[None]
-        (match,) = self.lookup.find_hits(query_1D, lambda _row: inspection.wording)
-        hit = serving_hit(match)
-        if hit is None or inspection.hit is None:
-            return hit is None and inspection.hit is None
-        same_hit = replace(hit, slot=inspection.hit.slot) == inspection.hit  # removals move entries to other slots
-        return same_hit and np.array_equal(self.codebook.values_NV[hit.slot], inspection.hit_value_V)
+        (found,) = self.lookup.find_entries(query_1D, lambda _row: inspection.wording)
+        served_by = if_serving(found)
+        if served_by is None or inspection.served_by is None:
+            return served_by is None and inspection.served_by is None
+        # Removals move entries to other slots.
+        same_entry = replace(served_by, slot=inspection.served_by.slot) == inspection.served_by
+        return same_entry and np.array_equal(self.codebook.values_NV[served_by.slot], inspection.serving_value_V)
 
     # Conflicts
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gracestream.pipeline.codebook import CodebookLookup, Hit, WordingGetter, serving_hit
+from gracestream.pipeline.codebook import CodebookLookup, FoundEntry, WordingGetter, if_serving
 from gracestream.pipeline.model.batch import Batch
 from gracestream.pipeline.model.layers import LayerError
 
@@ -51,10 +51,10 @@ class AdaptorPass:
         lookup: Looks values up by query; None in a pass without lookup.
         values_BV: The values to inject, given or looked up.
         stop_after_query: Ends the forward pass at the wrapped module once the queries are known.
-        queries_BD: Float32 queries, set at the first call if the pass has a lookup or captures queries.
-        capture_output: Turns the recording of `outputs_BV` on.
+        queries_BD: Float32 queries, set at the first call if the pass has a lookup or records queries.
+        record_output: Turns the recording of `outputs_BV` on.
         outputs_BV: The module's own output, float32: the mean over the tokens that a value would replace.
-        matches: For each row the entry that may serve it, or None; only set by a lookup in a codebook.
+        found_entries: For each row the entry that may serve it, or None; only set by a lookup in a codebook.
         inject_mask_BT: The prompt's tokens that a value replaces, in a row with a value.
         inject_mask_B: The rows with a value.
         num_tokens: Tokens of the module's first call; 0 before it.
@@ -65,17 +65,17 @@ class AdaptorPass:
     values_BV: Tensor | None = None
     stop_after_query: bool = False
     queries_BD: Tensor = field(default_factory=lambda: torch.empty(0))
-    capture_output: bool = False
+    record_output: bool = False
     outputs_BV: Tensor = field(default_factory=lambda: torch.empty(0))
-    matches: list[Hit | None] = field(default_factory=list)
+    found_entries: list[FoundEntry | None] = field(default_factory=list)
     inject_mask_BT: Tensor = field(default_factory=lambda: torch.empty(0))
     inject_mask_B: Tensor | None = None
     num_tokens: int = 0
 
     @property
-    def hits(self) -> list[Hit | None]:
+    def serving_entries(self) -> list[FoundEntry | None]:
         """For each row the entry that serves it, or None."""
-        return [serving_hit(match) for match in self.matches]
+        return [if_serving(found) for found in self.found_entries]
 
 
 class Adaptor:
@@ -104,7 +104,7 @@ class Adaptor:
         codebook_lookup: CodebookLookup,
         *,
         row_wording: WordingGetter,
-        capture_output: bool = False,
+        record_output: bool = False,
     ) -> Iterator[AdaptorPass]:
         """A pass that injects the values of the entries that serve the rows.
 
@@ -112,13 +112,13 @@ class Adaptor:
             batch: The arguments of the model.
             codebook_lookup: Finds entries by query.
             row_wording: Returns the wording of a row; called only for rows that may match.
-            capture_output: Records the module's own output as well.
+            record_output: Records the module's own output as well.
         """
-        adaptor_pass = AdaptorPass(batch, capture_output=capture_output)
+        adaptor_pass = AdaptorPass(batch, record_output=record_output)
 
         def lookup(queries_BD: Tensor) -> tuple[Tensor, Tensor] | None:
-            adaptor_pass.matches = codebook_lookup.find_hits(queries_BD, row_wording)
-            return codebook_lookup.gather_values(adaptor_pass.hits)
+            adaptor_pass.found_entries = codebook_lookup.find_entries(queries_BD, row_wording)
+            return codebook_lookup.gather_values(adaptor_pass.serving_entries)
 
         adaptor_pass.lookup = lookup
         with self._activate(adaptor_pass):
@@ -137,13 +137,13 @@ class Adaptor:
             yield adaptor_pass
 
     @contextmanager
-    def capture_output(self, batch: Batch) -> Iterator[AdaptorPass]:
+    def record_output(self, batch: Batch) -> Iterator[AdaptorPass]:
         """A pass that records the module's own output and changes nothing."""
-        with self._activate(AdaptorPass(batch, capture_output=True)) as adaptor_pass:
+        with self._activate(AdaptorPass(batch, record_output=True)) as adaptor_pass:
             yield adaptor_pass
 
     @contextmanager
-    def capture_query(self, batch: Batch) -> Iterator[AdaptorPass]:
+    def record_query(self, batch: Batch) -> Iterator[AdaptorPass]:
         """A pass that records the queries and ends the forward pass at the wrapped module."""
         with self._activate(AdaptorPass(batch, stop_after_query=True)) as adaptor_pass:
             try:
@@ -190,7 +190,7 @@ class Adaptor:
 
         Raises:
             LayerError: the module runs for some of the prompt's tokens only.
-            StopForward: the pass captures queries only.
+            StopForward: the pass records the query only.
         """
         adaptor_pass.num_tokens = input_BTX.shape[1]
         mask_BT = self._prompt_mask(adaptor_pass, input_BTX)
@@ -201,7 +201,7 @@ class Adaptor:
         if adaptor_pass.stop_after_query:
             raise StopForward
         adaptor_pass.inject_mask_BT = self._inject_mask(mask_BT)
-        if adaptor_pass.capture_output:
+        if adaptor_pass.record_output:
             adaptor_pass.outputs_BV = _pool_tokens(output_BTX, adaptor_pass.inject_mask_BT, "mean").float()
         if adaptor_pass.lookup is not None:
             found_values = adaptor_pass.lookup(adaptor_pass.queries_BD.detach())

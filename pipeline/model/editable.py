@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from gracestream.pipeline.codebook import CodebookLookup, Hit, Label
+from gracestream.pipeline.codebook import CodebookLookup, FoundEntry, Label
 from gracestream.pipeline.model.adaptor import Adaptor, QueryToken, ReplacedTokens
 from gracestream.pipeline.model.batch import Batch, Prompt
 from gracestream.pipeline.model.checkpoint import ModelError, load_checkpoint
@@ -45,19 +45,19 @@ class ServedAnswer:
 
     Attributes:
         answer: The model's answer.
-        hit: The entry that served it; None if the unedited model answered.
+        served_by: The entry that served it; None if the unedited model answered.
         near_miss: An entry that might have applied but did not serve the row: the wordings disagree, its value did not
             give the entry's target, or the query is a little outside the radius.
     """
 
     answer: ModelAnswer
-    hit: Hit | None
-    near_miss: Hit | None = None
+    served_by: FoundEntry | None
+    near_miss: FoundEntry | None = None
 
     @classmethod
-    def of(cls, answer: ModelAnswer, match: Hit | None) -> Self:
-        """The answer of a row with this match, served or near miss."""
-        return cls(answer, None, match) if match is not None and match.reason_not_served else cls(answer, match)
+    def of(cls, answer: ModelAnswer, found: FoundEntry | None) -> Self:
+        """The answer of a row, with the entry found for it as the serving entry or a near miss."""
+        return cls(answer, None, found) if found is not None and found.reason_not_served else cls(answer, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,12 @@ class Prefill:
     Attributes:
         logits_BC: Float32 logits of the next tokens (B, C).
         cache: Keys and values of the prompts.
-        matches: For each row the entry that serves it or is its near miss, or None; empty without a lookup.
+        found_entries: For each row the entry that serves it or is its near miss, or None; empty without a lookup.
     """
 
     logits_BC: Tensor
     cache: DynamicCache
-    matches: list[Hit | None]
+    found_entries: list[FoundEntry | None]
 
 
 class EditableModel:
@@ -238,7 +238,7 @@ class EditableModel:
         batch = self.task.batch(prompts)
         if self._encoder is not None:
             return self._encode_queries(batch)
-        with torch.inference_mode(), self.adaptor.capture_query(batch) as adaptor_pass:
+        with torch.inference_mode(), self.adaptor.record_query(batch) as adaptor_pass:
             self.task.forward_prompt(batch)
         return adaptor_pass.queries_BD
 
@@ -268,7 +268,9 @@ class EditableModel:
         serving = self.adaptor.with_codebook(batch, codebook_lookup, row_wording=self.task.wording_getter(batch))
         with torch.inference_mode(), serving as adaptor_pass:
             answers = self.task.run(batch, parameters)
-        served = [ServedAnswer.of(answer, match) for answer, match in zip(answers, adaptor_pass.matches, strict=True)]
+        served = [
+            ServedAnswer.of(answer, found) for answer, found in zip(answers, adaptor_pass.found_entries, strict=True)
+        ]
         return self._fall_back_to_unedited(served, prompts, parameters, codebook_lookup) if check_answers else served
 
     def prefill(self, prompts: Sequence[Prompt], codebook_lookup: CodebookLookup | None) -> Prefill:
@@ -281,7 +283,7 @@ class EditableModel:
             serving = self.adaptor.with_codebook(batch, codebook_lookup, row_wording=self.task.wording_getter(batch))
             with serving as adaptor_pass:
                 logits_BC, cache = self.task.prefill(batch)
-            return Prefill(logits_BC, cache, adaptor_pass.matches)
+            return Prefill(logits_BC, cache, adaptor_pass.found_entries)
 
     def _fall_back_to_unedited(
         self,
@@ -292,10 +294,12 @@ class EditableModel:
     ) -> list[ServedAnswer]:
         """The answers, with the unedited model's answer in rows where an entry did not give its target."""
         failed = {
-            row: row_answer.hit
+            row: row_answer.served_by
             for row, row_answer in enumerate(served)
-            if row_answer.hit is not None
-            and not self.task.matches_target(row_answer.answer, codebook_lookup.label(row_answer.hit), parameters[row])
+            if row_answer.served_by is not None
+            and not self.task.matches_target(
+                row_answer.answer, codebook_lookup.label(row_answer.served_by), parameters[row]
+            )
         }
         if not failed:
             return served
@@ -303,8 +307,8 @@ class EditableModel:
             answers = self.task.run(
                 self.task.batch([prompts[row] for row in failed]), [parameters[row] for row in failed]
             )
-        for (row, hit), answer in zip(failed.items(), answers, strict=True):
-            served[row] = ServedAnswer(answer, None, near_miss=hit)
+        for (row, failed_entry), answer in zip(failed.items(), answers, strict=True):
+            served[row] = ServedAnswer(answer, None, near_miss=failed_entry)
         return served
 
     def prepare_correction(self, inputs: Inputs, target: str) -> tuple[Label, TargetPass]:

@@ -110,7 +110,7 @@ class SuffixRunner:
             self._optimisations = self._verified_optimisations()
         batch = target_pass.batch
         serving = self._adaptor.with_codebook(
-            batch, codebook_lookup, row_wording=self._task.wording_getter(batch), capture_output=True
+            batch, codebook_lookup, row_wording=self._task.wording_getter(batch), record_output=True
         )
         with torch.no_grad(), serving as adaptor_pass:
             logits, suffix = self._run_whole_pass(target_pass, self._optimisations)
@@ -156,7 +156,7 @@ class SuffixRunner:
 
     def _layer_output(self, target_pass: TargetPass) -> Tensor:
         """The module's own output (V) at the tokens of the first row that a value would replace."""
-        with torch.no_grad(), self._adaptor.capture_output(target_pass.batch) as adaptor_pass:
+        with torch.no_grad(), self._adaptor.record_output(target_pass.batch) as adaptor_pass:
             self._task.logits(target_pass)
         return adaptor_pass.outputs_BV[0]
 
@@ -165,7 +165,7 @@ class SuffixRunner:
         target_pass = self._task.collate(rows)
         if self._optimisations is None:
             self._optimisations = self._verified_optimisations()
-        with torch.no_grad(), self._adaptor.capture_output(target_pass.batch):
+        with torch.no_grad(), self._adaptor.record_output(target_pass.batch):
             return self._run_whole_pass(target_pass, self._optimisations)[1]
 
     def suffix_by_length(self, rows: Sequence[TargetPass]) -> SuffixPass:
@@ -221,12 +221,12 @@ class SuffixRunner:
         choices: tuple[Optimisations, ...] = ("all", "no narrowing")
         for optimisations in choices:
             try:
-                with torch.no_grad(), self._adaptor.capture_output(target_pass.batch):
+                with torch.no_grad(), self._adaptor.record_output(target_pass.batch):
                     _, suffix = self._run_whole_pass(target_pass, optimisations)
                 # The first pass shows which modules have an output per row; the second caches only those.
                 if self._batched_modules is None:
                     self._batched_modules = suffix.activations.batched_modules()
-                    with torch.no_grad(), self._adaptor.capture_output(target_pass.batch):
+                    with torch.no_grad(), self._adaptor.record_output(target_pass.batch):
                         _, suffix = self._run_whole_pass(target_pass, optimisations)
                 actual = [self._loss_and_grad(suffix, value_V) for value_V in (output_V, wave_V)]
             except Exception as error:  # noqa: BLE001  (a model of another structure may fail in any way)

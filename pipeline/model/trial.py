@@ -39,7 +39,7 @@ def layer_fault(task: ModelTask, adaptor: Adaptor) -> str | None:
 
 def _trial_fault(task: ModelTask, adaptor: Adaptor, prompt: str) -> str | None:
     target_pass = task.make_target_pass(prompt, PROBE_LABEL[: 1 if isinstance(task, Classification) else None])
-    with torch.inference_mode(), adaptor.capture_output(target_pass.batch) as recorded:
+    with torch.inference_mode(), adaptor.record_output(target_pass.batch) as recorded:
         before = task.logits(target_pass)
     if recorded.outputs_BV.dim() < 2:  # still the empty default of `AdaptorPass`
         return "the model does not call it when it answers"

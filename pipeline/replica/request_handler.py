@@ -20,7 +20,7 @@ import structlog
 from msgspec import UNSET, UnsetType
 from torch import Tensor
 
-from gracestream.pipeline.codebook import OUTSIDE_RADIUS_REASON, CodebookLookup, Hit, WordingGetter
+from gracestream.pipeline.codebook import OUTSIDE_RADIUS_REASON, CodebookLookup, FoundEntry, WordingGetter
 from gracestream.pipeline.kafka import (
     DEFAULT_REPLY_ADDRESS,
     MAX_UNTRUNCATED_BYTES,
@@ -151,12 +151,12 @@ class PreparedBatch:
 class TimedLookup(CodebookLookup):
     """A lookup that observes its time."""
 
-    def find_hits(self, queries_BD: Tensor, get_wording: WordingGetter) -> list[Hit | None]:
-        """As `CodebookLookup.find_hits`."""
+    def find_entries(self, queries_BD: Tensor, get_wording: WordingGetter) -> list[FoundEntry | None]:
+        """As `CodebookLookup.find_entries`."""
         started = time.perf_counter()
-        hits = super().find_hits(queries_BD, get_wording)
+        found_entries = super().find_entries(queries_BD, get_wording)
         metrics.LOOKUP_SECONDS.observe(time.perf_counter() - started)
-        return hits
+        return found_entries
 
 
 class RequestHandler:
@@ -245,10 +245,14 @@ class RequestHandler:
             )
             return self._error_reply(finished.request, f"the model failed: {finished.failure}")
         metrics.REQUESTS_TOTAL.labels("ok").inc()
-        hit = served.hit
-        if hit is not None:
+        served_by = served.served_by
+        if served_by is not None:
             metrics.EDITED_ANSWERS.inc()
-        edit = UNSET if hit is None else AppliedEdit(entry_id=hit.entry_id, distance=hit.distance, radius=hit.radius)
+        edit = (
+            UNSET
+            if served_by is None
+            else AppliedEdit(entry_id=served_by.entry_id, distance=served_by.distance, radius=served_by.radius)
+        )
         near_miss: NearMiss | UnsetType = UNSET
         if (missed := served.near_miss) is not None:
             reason = _near_miss_reason(missed)
@@ -344,7 +348,7 @@ def _error_fallback(prediction: Prediction, record: RequestRecord, address: Repl
     )
 
 
-def _near_miss_reason(missed: Hit) -> NearMissReason:
+def _near_miss_reason(missed: FoundEntry) -> NearMissReason:
     """Why the nearest entry did not answer: distance, wording, or its value's answer."""
     if missed.reason_not_served == OUTSIDE_RADIUS_REASON:
         return "distance"

@@ -108,7 +108,7 @@ def _explain_no_choice(results: Sequence[TrialResult], max_false_positives: floa
     best = max(results, key=lambda result: result.edited.value)
     if best.edited.value < MIN_EDITED_SHARE:
         return (
-            f"The model cannot be edited well here: at the best layer, {best.layer}, {best.edited.hits} of"
+            f"The model cannot be edited well here: at the best layer, {best.layer}, {best.edited.count} of"
             f" {best.edited.of} trial edits gave their target. {_most_frequent_reason(best)}"
         )
     most_careful = min(
@@ -138,12 +138,12 @@ def _describe_separation(results: Sequence[TrialResult]) -> str:
         return "Give a `rephrase` with some requests, so that the distance to rephrases can be measured."
     if best.nearer.value >= WEAK_SHARE:
         return (
-            f"By the queries of {best.query}, {best.nearer.hits} of {best.nearer.of} rephrases lie nearer to their"
+            f"By the queries of {best.query}, {best.nearer.count} of {best.nearer.of} rephrases lie nearer to their"
             " correction than any other request does, so traffic that the editor sees will keep radii smaller. Allow"
             " more with --false-positives, or send more traffic."
         )
     return (
-        f"Rephrases lie no nearer than other requests: only {best.nearer.hits} of {best.nearer.of} do, by the queries"
+        f"Rephrases lie no nearer than other requests: only {best.nearer.count} of {best.nearer.of} do, by the queries"
         f" of {best.query}. Try a sentence encoder that knows this language (GRACESTREAM_ENCODER), or give rephrases"
         " with each correction."
     )
@@ -153,7 +153,7 @@ def _list_weaknesses(chosen: TrialResult) -> list[str]:
     """Findings about shares of the chosen combination that are too low or too high."""
     findings = []
     if chosen.kept.value < 1:
-        lost_count = chosen.kept.of - chosen.kept.hits
+        lost_count = chosen.kept.of - chosen.kept.count
         findings.append(f"{lost_count} of {chosen.kept.of} trial edits no longer held after the last one.")
     if chosen.forms.of and chosen.forms.value < WEAK_SHARE:
         findings.append(
@@ -180,7 +180,7 @@ def _list_uncertainties(chosen: TrialResult, max_false_positives: float) -> list
         findings.append("No request has a `rephrase`, so the reach to rephrases is not known.")
     if chosen.others.interval[1] > max_false_positives:
         findings.append(
-            f"Of {chosen.others.of} other requests {chosen.others.hits} were captured; the true share may be up to"
+            f"Of {chosen.others.of} other requests {chosen.others.count} were captured; the true share may be up to"
             f" {chosen.others.interval[1]:.0%}. Add requests to estimate it better."
         )
     return findings

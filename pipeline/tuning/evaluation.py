@@ -135,7 +135,7 @@ def evaluate(
         )
     prompts = [model.task.tokenize(case.inputs) for case in cases]
     edited = _answer_cases(model, codebook, prompts, cases, on_answer, checked=checked)
-    matched = [index for index, served in enumerate(edited) if served.hit is not None]
+    matched = [index for index, served in enumerate(edited) if served.served_by is not None]
     # Where no entry matched, the edited answer is the unedited one already.
     empty = Codebook(codebook.name, codebook.model, codebook.layer)
     unedited_answers = _answer_cases(
@@ -206,8 +206,8 @@ def _evaluate_case(
     answer, unedited_text = _answer_text(edited), _answer_text(unedited)
     # A near miss without a disagreement in wording is a match whose answer check failed: the replica answered unedited.
     failed_match = edited.near_miss if edited.near_miss is not None and not edited.near_miss.reason_not_served else None
-    hit = edited.hit or failed_match
-    entry_target = None if hit is None else model.task.decode_label(codebook.labels[hit.slot])
+    found = edited.served_by or failed_match
+    entry_target = None if found is None else model.task.decode_label(codebook.labels[found.slot])
     expected = None if case.target is UNSET else case.target.strip()
     verdict: CaseVerdict
     if expected is None:
@@ -219,13 +219,13 @@ def _evaluate_case(
         expected=expected,
         verdict=verdict,
         exact=answer == expected,
-        broken=failed_match is not None or (answer not in (unedited_text, entry_target) and hit is not None),
+        broken=failed_match is not None or (answer not in (unedited_text, entry_target) and found is not None),
         answer=answer,
         unedited=unedited_text,
-        entry_id=None if hit is None else hit.entry_id,
+        entry_id=None if found is None else found.entry_id,
         entry_target=entry_target,
-        distance=None if hit is None else hit.distance,
-        radius=None if hit is None else hit.radius,
+        distance=None if found is None else found.distance,
+        radius=None if found is None else found.radius,
     )
 
 

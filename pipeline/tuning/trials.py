@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from gracestream.pipeline.codebook import Hit, Label, serving_hit
+from gracestream.pipeline.codebook import FoundEntry, Label, if_serving
 from gracestream.pipeline.editing import (
     FORM_BATCH_SIZE,
     CalibrationError,
@@ -58,20 +58,20 @@ class ConfigChoice:
 
 
 class Share(Struct, frozen=True):
-    """A share of cases: `hits` of `of` cases."""
+    """A share of cases: `count` of `of` cases."""
 
-    hits: int
+    count: int
     of: int
 
     @property
     def value(self) -> float:
         """The share from 0 to 1; 0 if there are no cases."""
-        return self.hits / self.of if self.of else 0.0
+        return self.count / self.of if self.of else 0.0
 
     @property
     def interval(self) -> tuple[float, float]:
         """The 95 % confidence interval."""
-        return wilson_interval(self.hits, self.of)
+        return wilson_interval(self.count, self.of)
 
 
 class TrialResult(Struct, frozen=True):
@@ -441,12 +441,14 @@ class CachedEngine:
         if not prompts:
             return []
         queries_BD = torch.from_numpy(np.stack([self._queries[prompt] for prompt in prompts]))
-        matches = self._engine.lookup.find_hits(queries_BD, lambda row: self._wording(prompts[row]))
-        return [self._serving_entry(serving_hit(match)) for match in matches]
+        found_entries = self._engine.lookup.find_entries(queries_BD, lambda row: self._wording(prompts[row]))
+        return [self._serving_entry(if_serving(found)) for found in found_entries]
 
-    def _serving_entry(self, hit: Hit | None) -> ServingEntry | None:
+    def _serving_entry(self, found: FoundEntry | None) -> ServingEntry | None:
         codebook = self._engine.codebook
-        return None if hit is None else ServingEntry(codebook.labels[hit.slot], codebook.values_NV[hit.slot].copy())
+        return (
+            None if found is None else ServingEntry(codebook.labels[found.slot], codebook.values_NV[found.slot].copy())
+        )
 
     def check_targets(
         self, prompts: Sequence[Prompt], entries: Sequence[ServingEntry | None], wanted: Sequence[Label | None]

@@ -8,7 +8,7 @@ ratios of single batches, and `lookup` the median of the differences.
   of the textbook GRACE (`textbook-of-unedited`).
 - `unedited`: milliseconds of the unedited model per batch. `lookup`: milliseconds added by the codebook; the baseline
   is its floor.
-- `hits`: the share of prompts that an entry serves.
+- `served`: the share of prompts that an entry serves.
 - `recall`: the share of prompts with the same result as brute force in float64: the same entry, or none.
 
 Prompts are people's questions for trained models, and random tokens for random weights. A radius is 0.8 of the distance
@@ -141,7 +141,9 @@ def _rows(
         return 0
 
     def run_edited(some: Sequence[Prompt]) -> int:
-        return sum(served.hit is not None for served in model.answer(some, parameters, CodebookLookup(codebook, index)))
+        return sum(
+            served.served_by is not None for served in model.answer(some, parameters, CodebookLookup(codebook, index))
+        )
 
     ways: dict[str, Callable[[Sequence[Prompt]], int]] = {"unedited": run_unedited, "edited": run_edited}
     if 0 < len(codebook) <= MAX_TEXTBOOK_KEYS:
@@ -157,7 +159,7 @@ def _rows(
                 grace.remove()
 
         ways["textbook"] = textbook
-    seconds, hits = _take_turns(ways, batches, model.device)
+    seconds, served_count = _take_turns(ways, batches, model.device)
     unedited = seconds["unedited"]
     ratios = {way: statistics.median(map(truediv, some, unedited[:: TEXTBOOK_EVERY if way == "textbook" else 1]))
               for way, some in seconds.items()}  # fmt: skip
@@ -169,7 +171,7 @@ def _rows(
     yield Row(f"{name}/lookup", 1000 * statistics.median(map(sub, seconds["edited"], unedited)), "ms", floor)
     if not len(codebook):
         return
-    yield Row(f"{name}/hits", hits / len(prompts), "share")
+    yield Row(f"{name}/served", served_count / len(prompts), "share")
     if batch == BATCHES[-1]:
         yield Row(f"{name}/recall", _recall(model, prompts[:CHECKED_PROMPTS], codebook, index), "share", 1)
 
@@ -177,9 +179,9 @@ def _rows(
 def _take_turns(
     ways: Mapping[str, Callable[[Sequence[Prompt]], int]], batches: Sequence[Sequence[Prompt]], device: torch.device
 ) -> tuple[dict[str, list[float]], int]:
-    """Seconds (see `timed`) of each method for each batch that it ran, and the number of hits."""
+    """Seconds (see `timed`) of each method for each batch that it ran, and the number of served prompts."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    hits = 0
+    served_count = 0
     for number in range(-TEXTBOOK_EVERY, len(batches)):
         for way, call in ways.items():
             if way == "textbook" and number % TEXTBOOK_EVERY:
@@ -187,8 +189,8 @@ def _take_turns(
             spent, found = timed(device, partial(call, batches[number % len(batches)]))
             if number >= 0:  # earlier rounds warm up
                 seconds[way].append(spent)
-                hits += found
-    return seconds, hits
+                served_count += found
+    return seconds, served_count
 
 
 def _floor(device: torch.device, kind: str, count: int, width: int, batch: int) -> float:

@@ -93,7 +93,7 @@ def _history_shape(settings: Settings) -> HistoryShape:
     model = load_model(settings.model, settings.editing.policy)
     prompts = [model.task.tokenize("How soon?")]
     batch = model.task.batch(prompts)
-    with torch.inference_mode(), model.adaptor.capture_output(batch) as session:
+    with torch.inference_mode(), model.adaptor.record_output(batch) as session:
         model.task.forward_prompt(batch)
     return HistoryShape(model.fingerprint, model.layer, model.queries(prompts).shape[1], session.outputs_BV.shape[1])
 

@@ -268,7 +268,7 @@ def answers(engine: EditEngine, batch: int = 5) -> list[tuple[str, str | None]]:
         for one in served:
             outputs = one.answer.outputs
             text = outputs.text if isinstance(outputs.text, str) else outputs.label
-            found.append((str(text), None if one.hit is None else one.hit.entry_id))
+            found.append((str(text), None if one.served_by is None else one.served_by.entry_id))
     return found
 
 
@@ -482,7 +482,7 @@ class TestWithFakeCudaTensors:
         supervised = model.prepare_correction(PROBE_TEXTS[0], targets(kind)[0])[1]
         causal = kind in ("llama", "gpt2")  # its cached prefix depends on a number: the end of the prompt
         with torch.no_grad():
-            with model.adaptor.capture_output(supervised.batch) as session:
+            with model.adaptor.record_output(supervised.batch) as session:
                 logits, rest = model.suffix_runner._run_whole_pass(supervised, "none" if causal else "all")
             edited = model.suffix_runner._edited_logits(rest, session.outputs_BV)
         assert {one.device.type for one in (*logits, *edited, session.outputs_BV)} == {"cuda"}

@@ -398,9 +398,9 @@ class TestHistory:
         table = run("inspect", settings=running).stdout()
         assert steps[1]["target"] in table
         assert "lead" in table
-        *only, hits = lines(run("inspect", entry, "--json", settings=running).stdout())
+        *only, usage = lines(run("inspect", entry, "--json", settings=running).stdout())
         assert only
-        assert "count" in hits["hits"]
+        assert "count" in usage["usage"]
         assert all(entry in step["entries"] for step in only)
         unknown = run("inspect", "nobody", settings=running)
         assert sentence(unknown).startswith("no delta changed an entry 'nobody'; `gracestream inspect` lists")

@@ -374,9 +374,9 @@ def test_an_entry_tells_who_made_it_changed_it_and_hits_it(story: Running, run: 
     ]
     split = lines(run("inspect", "apart", "--json", settings=story.settings))[0]
     assert (split["op"], split["feedback_id"], split["entries"]) == ("split", "apart", {"apart": "new, radius 2.5"})
-    assert asked.request_id in [hit["request_id"] for hit in last["hits"]["recent"]]
+    assert asked.request_id in [answer["request_id"] for answer in last["usage"]["recent"]]
     served = [record for record in records(story.settings, "predictions") if b'"entry_id":"first"' in record.value]
-    assert last["hits"]["count"] == len(served)
+    assert last["usage"]["count"] == len(served)
     shown = run("inspect", "first", settings=story.settings).stdout()
     assert f"{len(served)} answers came from it" in shown
     assert "undoes" in run("inspect", settings=story.settings).stdout()

@@ -138,7 +138,7 @@ def inspect(
         for step in steps:
             print_json(msgspec.to_builtins(step))
         if usage is not None:
-            print_json({"hits": msgspec.to_builtins(usage)})
+            print_json({"usage": msgspec.to_builtins(usage)})
         return
     for line in render_table(INSPECT_COLUMNS, [_step_row(step, full=full) for step in steps], line_width()):
         print(line)
@@ -147,9 +147,11 @@ def inspect(
         stdout_console.print(f"{count} came from it" + (", the newest:" if usage.recent else ""))
         if usage.recent:
             table = Table("time", Column("request", overflow="fold"), "distance", "radius", "replica")
-            for hit in usage.recent:
-                distances = (f"{hit.distance:.4g}", f"{hit.radius:.4g}")
-                table.add_row(*map(plain_cell, (format_time(hit.timestamp), hit.request_id, *distances, hit.replica)))
+            for answer in usage.recent:
+                distances = (f"{answer.distance:.4g}", f"{answer.radius:.4g}")
+                table.add_row(
+                    *map(plain_cell, (format_time(answer.timestamp), answer.request_id, *distances, answer.replica))
+                )
             print_table(table)
 
 

@@ -42,12 +42,12 @@ class ValueNetworkEditor(ABC):
         self._query_cache = QueryCache(model)
         self._version = 0
         batch = model.task.batch([model.task.tokenize(PROBE_TEXTS[0])])
-        with torch.no_grad(), model.adaptor.capture_output(batch) as captured:
+        with torch.no_grad(), model.adaptor.record_output(batch) as recorded:
             model.task.forward_prompt(batch)
         query_dim = self._query_cache.get([PROBE_TEXTS[0]]).shape[1]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.networks = self._build_networks(query_dim, captured.outputs_BV.shape[1]).to(model.device)
+            self.networks = self._build_networks(query_dim, recorded.outputs_BV.shape[1]).to(model.device)
         self._optimizer = torch.optim.Adam(self.networks.parameters(), lr=learning_rate)
 
     def edit(self, number: int, example: Example) -> EditOutcome:
@@ -83,12 +83,12 @@ class ValueNetworkEditor(ABC):
         """Train on one correction; return the number of steps."""
         self._version += 1
         queries_1D = torch.from_numpy(self._query_cache.get([example.inputs]))
-        with torch.no_grad(), self._model.adaptor.capture_output(supervised.batch) as captured:
+        with torch.no_grad(), self._model.adaptor.record_output(supervised.batch) as recorded:
             self._model.task.logits(supervised)
         suffix = self._model.suffix_runner.suffix_of([supervised])
         for step in range(self._steps):
             with torch.enable_grad():
-                values_1V = self._training_values(queries_1D, captured.outputs_BV)
+                values_1V = self._training_values(queries_1D, recorded.outputs_BV)
                 ((check, loss),) = self._model.suffix_runner.evaluate(suffix, values_1V)
             # `DeferNetwork` mixes outputs in training and replaces them in use, so inference is checked, too.
             if check.predicts_target and self._predicts_target(supervised):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from gracestream.pipeline.codebook import CodebookLookup, Hit, Label
+from gracestream.pipeline.codebook import CodebookLookup, FoundEntry, Label
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import ServedAnswer
 from gracestream.schemas.messages import Parameters, to_one_line
@@ -35,22 +35,22 @@ class CodebookView:
     """What the codebook did at a request's lookup. Later changes of the codebook do not affect it.
 
     Attributes:
-        match: The entry that serves the request or is its near miss; None if there is none.
+        found: The entry that serves the request or is its near miss; None if there is none.
         label: The label of that entry; empty if there is none.
         seq: The codebook's last delta at the lookup.
         term: The term of that delta.
     """
 
-    match: Hit | None
+    found: FoundEntry | None
     label: Label
     seq: int
     term: int
 
     @classmethod
-    def of(cls, lookup: CodebookLookup, match: Hit | None) -> "CodebookView":
-        """The view of a match that was just found."""
-        label: Label = () if match is None else lookup.label(match)
-        return cls(match, label, lookup.codebook.seq, lookup.codebook.term)
+    def of(cls, lookup: CodebookLookup, found: FoundEntry | None) -> "CodebookView":
+        """The view of an entry that was just found."""
+        label: Label = () if found is None else lookup.label(found)
+        return cls(found, label, lookup.codebook.seq, lookup.codebook.term)
 
 
 @dataclass(frozen=True, slots=True)

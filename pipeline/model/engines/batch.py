@@ -47,7 +47,7 @@ class BatchEngine(AnswerEngine[R]):
             failure = describe_failure(error)
         else:
             return [
-                Finished(request, answer, CodebookView.of(self._lookup, answer.hit or answer.near_miss))
+                Finished(request, answer, CodebookView.of(self._lookup, answer.served_by or answer.near_miss))
                 for request, answer in zip(joining, served, strict=True)
             ]
         # Outside the `except` block: its error holds the frames of the failed pass, and so tensors in device memory.

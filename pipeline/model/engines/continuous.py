@@ -138,8 +138,8 @@ class ContinuousEngine(AnswerEngine[R]):
             failure = describe_failure(error)
         else:
             if lookup is not None:
-                for row, match in zip(rows, prefill.matches, strict=True):
-                    row.view = CodebookView.of(lookup, match)
+                for row, found in zip(rows, prefill.found_entries, strict=True):
+                    row.view = CodebookView.of(lookup, found)
             return self._add_rows(rows, prefill)
         # Outside the `except` block: its error holds the frames of the failed pass, and so tensors in device memory.
         return self._fail(rows, failure)
@@ -207,12 +207,12 @@ class ContinuousEngine(AnswerEngine[R]):
         assert row.view is not None
         answer = self._task.to_answer(row.generated)
         view = row.view
-        served = ServedAnswer.of(answer, view.match)
+        served = ServedAnswer.of(answer, view.found)
         if row.is_unedited:
-            served = ServedAnswer(answer, None, near_miss=view.match)
+            served = ServedAnswer(answer, None, near_miss=view.found)
         elif (
             self._check_answers
-            and served.hit is not None
+            and served.served_by is not None
             and not self._task.matches_target(answer, view.label, row.request.parameters)
         ):
             row.is_unedited = True

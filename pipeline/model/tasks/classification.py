@@ -50,7 +50,7 @@ class Classification(ModelTask):
         return batch
 
     def forward_prompt(self, batch: Batch) -> None:
-        """Run the whole model. The adaptor ends the pass earlier if it only captures queries."""
+        """Run the whole model. The adaptor ends the pass earlier if it only records queries."""
         self.model(**batch.kwargs)
 
     def batch_key(self, prompt: Prompt, parameters: Parameters) -> object:

@@ -15,7 +15,7 @@ from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.codebook.lookup import CodebookLookup, Hit, serving_hit
+from gracestream.pipeline.codebook.lookup import CodebookLookup, FoundEntry, if_serving
 from gracestream.pipeline.codebook.policy import MAX_TRAFFIC_FRACTION
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.batch import Prompt
@@ -109,12 +109,12 @@ class EditedModel:
         """The tokens of a case."""
         return self.model.task.tokenize((ChatMessage("user", case.text),) if case.chat else case.text)
 
-    def matches(self, prompts: Sequence[Prompt]) -> list[Hit | None]:
+    def serving_entries(self, prompts: Sequence[Prompt]) -> list[FoundEntry | None]:
         """The entry that serves each prompt, if any."""
         queries_BD = torch.from_numpy(self.queries(prompts))
         get_wording = self.model.task.wording_getter(self.model.task.batch(prompts))
-        found = self.engine.lookup.find_hits(queries_BD, get_wording)
-        return [serving_hit(match) for match in found]
+        found_entries = self.engine.lookup.find_entries(queries_BD, get_wording)
+        return [if_serving(found) for found in found_entries]
 
     def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """The edited model's full answer to each prompt, as in a replica."""
@@ -124,9 +124,9 @@ class EditedModel:
         """The unedited model's full answer to each prompt."""
         return self._unedited.answers(self.model, prompts)
 
-    def target(self, hit: Hit) -> str:
+    def target(self, entry: FoundEntry) -> str:
         """The target of an entry."""
-        return self.model.task.decode_label(self.engine.codebook.labels[hit.slot])
+        return self.model.task.decode_label(self.engine.codebook.labels[entry.slot])
 
     def own_entry(self, edit: int) -> str:
         """The id of the entry that serves a correction; empty if the correction is not in force."""

@@ -99,8 +99,8 @@ def stream_rows(stream: Stream, options: Options) -> Iterator[Row]:
 def judge(edited: EditedModel, cases: Sequence[Case]) -> list[Verdict]:
     """The verdict on each case. Only answers that can change a verdict are generated."""
     prompts = list(map(edited.prompt, cases))
-    hits = edited.matches(prompts)
-    captured = [place for place, hit in enumerate(hits) if hit is not None]
+    serving_entries = edited.serving_entries(prompts)
+    captured = [place for place, entry in enumerate(serving_entries) if entry is not None]
     answers = dict(zip(captured, edited.answers([prompts[place] for place in captured]), strict=True))
     # A captured positive with the target as its answer is correct whatever the unedited model answers. An uncaptured
     # negative gets the unedited model's answer, so it is correct.
@@ -113,12 +113,12 @@ def judge(edited: EditedModel, cases: Sequence[Case]) -> list[Verdict]:
         zip(unedited_needed, edited.unedited([prompts[place] for place in unedited_needed]), strict=True)
     )
     found = []
-    for place, (case, hit) in enumerate(zip(cases, hits, strict=True)):
+    for place, (case, entry) in enumerate(zip(cases, serving_entries, strict=True)):
         unedited = unedited_answers.get(place, "")
         answer = answers.get(place, Answer(unedited))
         own_entry = None if case.edit is None else edited.own_entry(case.edit)
-        elsewhere = hit is not None and own_entry is not None and hit.entry_id != own_entry
-        serving = None if hit is None else edited.target(hit)
+        elsewhere = entry is not None and own_entry is not None and entry.entry_id != own_entry
+        serving = None if entry is None else edited.target(entry)
         found.append(verdict(case, answer.text, unedited, serving, near_miss=answer.near_miss, elsewhere=elsewhere))
     return found
 
@@ -177,16 +177,18 @@ def curve_rows(stream: Stream, edited: EditedModel, method: str, curve: Sequence
                 setting = f"curve {stream.name} {kind}/{name}/{threshold:g}"
                 yield Row(f"{setting}/captured", share, "share", None, interval)
         if limit_by_traffic and curve:
-            own_entry = edited.engine.config.radius
-            matches = [hit is not None for hit in edited.matches(prompts)]
-            agrees = [bool(one < own_entry) == match for one, match in zip(found, matches, strict=True)]
+            radius = edited.engine.config.radius
+            served = [entry is not None for entry in edited.serving_entries(prompts)]
+            agrees = [bool(one < radius) == is_served for one, is_served in zip(found, served, strict=True)]
             yield Row(f"corrections/{stream.name}, {method}/agrees", mean(agrees), "share")
 
 
 def check_rows(setting: str, edited: EditedModel, cases: Sequence[Case]) -> Iterator[Row]:
     """The row that compares answers to uncaptured prompts with the unedited model's."""
     prompts = list(map(edited.prompt, cases))
-    uncaptured = [prompt for prompt, hit in zip(prompts, edited.matches(prompts), strict=True) if hit is None]
+    uncaptured = [
+        prompt for prompt, entry in zip(prompts, edited.serving_entries(prompts), strict=True) if entry is None
+    ]
     sample = uncaptured[:: max(1, len(uncaptured) // CHECKED_PROMPTS)][:CHECKED_PROMPTS]
     if sample:
         pairs = zip(edited.answers(sample), edited.unedited(sample), strict=True)

@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Label
 from gracestream.pipeline.codebook.edit_memory import UNEDITED_MODEL
-from gracestream.pipeline.codebook.lookup import Hit, serving_hit
+from gracestream.pipeline.codebook.lookup import FoundEntry, if_serving
 from gracestream.pipeline.editing.candidate import DraftValue, RecordedInputs
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
@@ -79,15 +79,15 @@ class PromptCache:
             return False
         return True
 
-    def hits(self, engine: EditEngine, texts: Sequence[str]) -> list[Hit | None]:
+    def serving_entries(self, engine: EditEngine, texts: Sequence[str]) -> list[FoundEntry | None]:
         """The entry that serves each prompt: the prompt is within its radius, and the wordings agree."""
-        found: list[Hit | None] = []
+        found: list[FoundEntry | None] = []
         for start in range(0, len(texts), BATCH_SIZE):
             batch = texts[start : start + BATCH_SIZE]
             queries_BD = torch.from_numpy(self.queries(batch))
             wording = partial(_wording_of_row, self.wording, batch)
-            found += engine.lookup.find_hits(queries_BD, wording)
-        return [serving_hit(match) for match in found]
+            found += engine.lookup.find_entries(queries_BD, wording)
+        return [if_serving(one) for one in found]
 
 
 class Stopwatch:
@@ -204,15 +204,15 @@ def apply_correction(
 def are_served(engine: EditEngine, texts: PromptCache, feedback: Sequence[Feedback]) -> list[bool]:
     """Whether each correction is served: by an entry with its label, or by none if the unedited model was right."""
     prompts = [one.inputs for one in feedback if isinstance(one.inputs, str)]
-    return [_serves(engine, texts, *one) for one in zip(texts.hits(engine, prompts), feedback, strict=True)]
+    return [_serves(engine, texts, *one) for one in zip(texts.serving_entries(engine, prompts), feedback, strict=True)]
 
 
-def _serves(engine: EditEngine, texts: PromptCache, hit: Hit | None, feedback: Feedback) -> bool:
-    if hit is None:
+def _serves(engine: EditEngine, texts: PromptCache, entry: FoundEntry | None, feedback: Feedback) -> bool:
+    if entry is None:
         return serving_entry_id(engine, feedback.feedback_id) == UNEDITED_MODEL
     assert isinstance(feedback.inputs, str)
     assert feedback.target is not UNSET
-    return engine.codebook.labels[hit.slot] == texts.label(feedback.inputs, feedback.target)
+    return engine.codebook.labels[entry.slot] == texts.label(feedback.inputs, feedback.target)
 
 
 def serving_entry_id(engine: EditEngine, feedback_id: str) -> str | None:

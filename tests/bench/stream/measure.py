@@ -9,7 +9,7 @@ import torch
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.edit_memory import UNEDITED_MODEL
-from gracestream.pipeline.codebook.lookup import Hit
+from gracestream.pipeline.codebook.lookup import FoundEntry
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.schemas.messages import Feedback
 from tests.bench.device import memory_in_use, timed
@@ -93,12 +93,12 @@ def case_rows(state: StreamState) -> Iterator[Row]:
 def kind_rows(state: StreamState, kind: str, cases: Sequence[Case]) -> Iterator[Row]:
     """The rows of the cases of one kind."""
     setting = f"cases/{state.setting}, {kind}"
-    hits = state.prompt_cache.hits(state.engine, [case.text for case in cases])
-    own = [_is_own_entry(state, case, hit) for case, hit in zip(cases, hits, strict=True)]
+    entries = state.prompt_cache.serving_entries(state.engine, [case.text for case in cases])
+    own = [_is_own_entry(state, case, entry) for case, entry in zip(cases, entries, strict=True)]
     yield Row(f"{setting}/cases", len(cases), "count")
-    yield _share(f"{setting}/captured", [hit is not None for hit in hits], GOALS.get(kind))
+    yield _share(f"{setting}/captured", [entry is not None for entry in entries], GOALS.get(kind))
     yield _share(f"{setting}/own", own)
-    elsewhere = [hit is not None and not mine for hit, mine in zip(hits, own, strict=True)]
+    elsewhere = [entry is not None and not mine for entry, mine in zip(entries, own, strict=True)]
     yield _share(f"{setting}/elsewhere", elsewhere)
     if state.kind.gives_targets and cases[0].applies:
         yield _share(f"{setting}/correct", [_gives_target(state, case) for case in cases[:CHECKED_PARAPHRASES]])
@@ -138,12 +138,12 @@ def _is_counted(state: StreamState, case: Case) -> bool:
     return state.prompt_cache.accepts(case.text)
 
 
-def _is_own_entry(state: StreamState, case: Case, hit: Hit | None) -> bool:
+def _is_own_entry(state: StreamState, case: Case, entry: FoundEntry | None) -> bool:
     """Whether the entry that serves the case also serves its correction."""
     return (
-        hit is not None
+        entry is not None
         and case.correction is not None
-        and hit.entry_id == serving_entry_id(state.engine, str(case.correction))
+        and entry.entry_id == serving_entry_id(state.engine, str(case.correction))
     )
 
 
@@ -166,6 +166,6 @@ def _lookup_seconds(state: StreamState) -> float:
         for case in select_cases(state.data.cases, len(state.corrections))
         if state.prompt_cache.accepts(case.text)
     ]
-    state.prompt_cache.hits(state.engine, prompts)
-    seconds, _ = timed(state.engine.model.device, lambda: state.prompt_cache.hits(state.engine, prompts))
+    state.prompt_cache.serving_entries(state.engine, prompts)
+    seconds, _ = timed(state.engine.model.device, lambda: state.prompt_cache.serving_entries(state.engine, prompts))
     return seconds / max(1, len(prompts))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tests.bench.scope", exc_type=ImportError)  # needs more packages than the engine
 
-from gracestream.pipeline.codebook.lookup import Hit
+from gracestream.pipeline.codebook.lookup import FoundEntry
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.value_training import train_value
 from gracestream.pipeline.experiments.data import DataError, read_rows
@@ -303,8 +303,8 @@ class Answering:
     def prompt(self, case: Case) -> str:
         return case.text
 
-    def matches(self, prompts: list[str]) -> list[Hit | None]:
-        return [Hit(0, "0", 0.5, 1.0) if prompt == "captured" else None for prompt in prompts]
+    def serving_entries(self, prompts: list[str]) -> list[FoundEntry | None]:
+        return [FoundEntry(0, "0", 0.5, 1.0) if prompt == "captured" else None for prompt in prompts]
 
     def answers(self, prompts: list[str]) -> list[Answer]:
         return [Answer(self._edited, near_miss=self._edited == "Nobody")] * len(prompts)
@@ -312,7 +312,7 @@ class Answering:
     def unedited(self, prompts: list[str]) -> list[str]:
         return [self._unedited] * len(prompts)
 
-    def target(self, _hit: Hit) -> str:
+    def target(self, _entry: FoundEntry) -> str:
         return "Ann Lee"
 
     def own_entry(self, _edit: int) -> str:

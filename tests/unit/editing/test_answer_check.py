@@ -68,15 +68,15 @@ def edited(kind: str) -> tuple[EditEngine, list[ServedAnswer]]:
 def test_a_served_prompt_gets_the_target_or_the_unedited_answer(kind: str) -> None:
     engine, before = edited(kind)
     right, wrong, other = ask(engine, RIGHT, WRONG, OTHER)
-    assert right.hit is not None
-    assert right.hit.entry_id == "right"
+    assert right.served_by is not None
+    assert right.served_by.entry_id == "right"
     assert right.near_miss is None
     assert said(right) != said(before[0])
-    assert wrong.hit is None
+    assert wrong.served_by is None
     assert wrong.near_miss is not None
     assert wrong.near_miss.entry_id == "wrong"
     assert said(wrong) == said(before[1])
-    assert other.hit is None
+    assert other.served_by is None
     assert other.near_miss is None
     assert said(other) == said(before[2])
     (alone,) = ask(engine, WRONG)
@@ -88,7 +88,7 @@ def test_a_served_prompt_gets_the_target_or_the_unedited_answer(kind: str) -> No
 def test_without_the_check_a_failing_entry_answers(kind: str) -> None:
     engine, before = edited(kind)
     _, wrong = ask(engine, RIGHT, WRONG, checked=False)
-    assert wrong.hit is not None
+    assert wrong.served_by is not None
     assert wrong.near_miss is None
     assert said(wrong) != said(before[1])
 
@@ -115,5 +115,5 @@ def test_an_answer_is_compared_with_as_much_of_the_target_as_its_budget_allows(k
 def test_text_may_follow_a_target_where_the_request_asks_for_a_least_length(kind: str) -> None:
     engine, _ = edited(kind)
     (served,) = ask(engine, RIGHT, min_new_tokens=6, max_new_tokens=8)
-    assert served.hit is not None
+    assert served.served_by is not None
     assert str(served.answer.outputs.text).startswith(TARGET)

@@ -10,7 +10,7 @@ import torch
 from msgspec import UNSET
 from transformers import ConvBertConfig, ConvBertForSequenceClassification
 
-from gracestream.pipeline.codebook.lookup import CodebookLookup, Hit
+from gracestream.pipeline.codebook.lookup import CodebookLookup, FoundEntry
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.result import make_correction
@@ -324,7 +324,7 @@ def test_a_pass_is_not_run_again_for_a_decision_unless_what_it_told_has_changed(
     first = made.edit(given[offset], offset, draft=ahead[offset])
     assert not examined
     assert first.delta_record is not None
-    served = replace(ahead[offset].inspection, hit=Hit(0, "another", 0.0, 1.0))
+    served = replace(ahead[offset].inspection, served_by=FoundEntry(0, "another", 0.0, 1.0))
     again = made.edit(given[offset], offset, draft=replace(ahead[offset], inspection=served))
     assert len(examined) == 1
     assert again.delta_record == first.delta_record

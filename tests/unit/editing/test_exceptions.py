@@ -66,16 +66,16 @@ def test_the_prompt_gets_the_unedited_answer_and_no_near_miss(kind: str) -> None
     names = list(getattr(engine.model.module.config, "id2label", {}).values())
     target = "train" if kind != "bert" else next(name for name in names if name != before[0].answer.outputs.label)
     correct(engine, "a", EDITED, target)
-    assert all(served.hit is not None for served in ask(engine, EDITED, OTHER, THIRD))
+    assert all(served.served_by is not None for served in ask(engine, EDITED, OTHER, THIRD))
     outcome = excepted(engine, "x", OTHER, "a")
     assert (outcome.status, outcome.seq) == ("excepted", engine.codebook.seq)
     edited, other, third = ask(engine, EDITED, OTHER, THIRD)
-    assert (other.hit, other.near_miss) == (None, None)
+    assert (other.served_by, other.near_miss) == (None, None)
     assert other.answer.outputs == before[1].answer.outputs
-    assert edited.hit is not None
-    assert third.hit is not None
+    assert edited.served_by is not None
+    assert third.served_by is not None
     (alone,) = ask(engine, OTHER)
-    assert alone.hit is None
+    assert alone.served_by is None
 
 
 def test_a_near_miss_is_none_any_more() -> None:
@@ -84,7 +84,7 @@ def test_a_near_miss_is_none_any_more() -> None:
     assert ask(engine, OTHER)[0].near_miss is not None
     assert excepted(engine, "x", OTHER, "a").status == "excepted"
     (other,) = ask(engine, OTHER)
-    assert (other.hit, other.near_miss) == (None, None)
+    assert (other.served_by, other.near_miss) == (None, None)
 
 
 def test_the_next_entry_that_agrees_answers() -> None:
@@ -299,8 +299,8 @@ def test_every_edit_and_every_exception_holds_after_every_step(
         for exception in engine.codebook.exceptions:
             query_D = exception_query(exception)
             wording = task.wording(task.tokenize(at(*query_D.tolist())))
-            (match,) = engine.lookup.find_hits(torch.from_numpy(query_D.copy())[None], lambda _: wording)  # noqa: B023
-            assert match is None or match.entry_id not in exception.entry_ids
+            (found,) = engine.lookup.find_entries(torch.from_numpy(query_D.copy())[None], lambda _: wording)  # noqa: B023
+            assert found is None or found.entry_id not in exception.entry_ids
 
 
 def test_replicas_and_snapshots_hold_the_same(tmp_path: Path) -> None:
@@ -326,8 +326,8 @@ def test_a_prompt_with_other_words_is_no_exception_though_its_query_is_the_same(
     index = index_of(codebook)
 
     def serves(place: float, asked: str) -> bool:
-        (match,) = CodebookLookup(codebook, index).find_hits(torch.tensor([[place, 0.0]]), lambda _row: asked)
-        return match is not None
+        (found,) = CodebookLookup(codebook, index).find_entries(torch.tensor([[place, 0.0]]), lambda _row: asked)
+        return found is not None
 
     assert not serves(1, "the fee in 2021")
     assert not serves(1, "The FEE in 2021")

@@ -44,15 +44,15 @@ def ask(engine: EditEngine, *inputs: str) -> list[ServedAnswer]:
 def test_it_holds_for_the_same_request_in_other_white_space_and_capitals(engine: EditEngine) -> None:
     same = [OTHER, f"{OTHER} ", f"{OTHER}\n", f" {OTHER}\n\n", OTHER.upper(), OTHER.lower()]
     assert correct(engine, "a", EDITED, "12 euros")[0].status == "added"
-    assert all(served.hit is not None for served in ask(engine, *same, NEAR, EDITED))
+    assert all(served.served_by is not None for served in ask(engine, *same, NEAR, EDITED))
     edited = decide_exception(engine, Feedback(v=1, feedback_id="x", inputs=OTHER, except_from="a"), 1)
     assert edited.outcome is not None
     assert edited.outcome.status == "excepted"
     assert edited.delta_record is not None
     engine.apply(edited.delta_record)
     for served in [*ask(engine, *same), *(ask(engine, text)[0] for text in same)]:
-        assert (served.hit, served.near_miss) == (None, None)
-    assert all(served.hit is not None for served in ask(engine, NEAR, EDITED))
+        assert (served.served_by, served.near_miss) == (None, None)
+    assert all(served.served_by is not None for served in ask(engine, NEAR, EDITED))
     for text in (EDITED, f"{EDITED}\n", EDITED.upper()):
         again = decide_exception(engine, Feedback(v=1, feedback_id="y", inputs=text, except_from="a"), 2).outcome
         assert again is not None

@@ -282,7 +282,7 @@ def test_a_real_classifier_keeps_every_edit_of_a_long_random_stream(policy: Lite
     prompts = [made.model.task.tokenize(text) for text in said]
     served = made.model.answer(prompts, [], made.lookup)
     assert [row.answer.outputs.label for row in served] == list(said.values())
-    assert {text for text, row in zip(said, served, strict=True) if row.hit is None} == by_model
+    assert {text for text, row in zip(said, served, strict=True) if row.served_by is None} == by_model
     assert 0 < len(by_model) < len(said)
 
 

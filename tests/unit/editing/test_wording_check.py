@@ -70,9 +70,9 @@ def test_a_prompt_with_other_words_gets_the_unedited_answer_and_the_reason(kind:
     assert outcome.status == "added", outcome
     assert engine.codebook.wordings == [extract_wording(EDITED)]
     edited, other, same = ask(engine, EDITED, OTHER, SAME)
-    assert edited.hit is not None
-    assert same.hit is not None
-    assert other.hit is None
+    assert edited.served_by is not None
+    assert same.served_by is not None
+    assert other.served_by is None
     assert other.near_miss is not None
     assert other.near_miss.entry_id == "a"
     assert other.near_miss.reason_not_served == find_disagreement(extract_wording(EDITED), extract_wording(OTHER))
@@ -109,8 +109,9 @@ def test_the_nearest_entry_that_holds_a_prompt_and_agrees_serves_it(data: st.Dat
         codebook.apply(sealed(codebook, *order))
         for search in (None, TorchSearch):
             index = KeyIndex(codebook, torch.device("cpu"), search)
-            (match,) = CodebookLookup(codebook, index).find_hits(torch.zeros(1, 2), lambda _row: asked)
-            found = match if match is None or match.reason_not_served != OUTSIDE_RADIUS_REASON else None
+            (found,) = CodebookLookup(codebook, index).find_entries(torch.zeros(1, 2), lambda _row: asked)
+            if found is not None and found.reason_not_served == OUTSIDE_RADIUS_REASON:
+                found = None
             assert (found and (found.entry_id, not found.reason_not_served)) == expected
 
 
@@ -121,10 +122,10 @@ def test_no_more_entries_are_compared_than_is_promised() -> None:
         others = [added(f"e{row}", [0.1 + 0.01 * row], 9.0) for row in range(farther)]
         agreeing = replace(added("z", [1.0], 9.0), wording=WORDINGS[1])
         codebook.apply(sealed(codebook, *(replace(one, wording=WORDINGS[2]) for one in others), agreeing))
-        (match,) = CodebookLookup(codebook, index_of(codebook)).find_hits(torch.zeros(1, 1), lambda _row: ASKED[0])
-        assert match is not None
-        assert match.entry_id == ("z" if serves else "e0")
-        assert bool(match.reason_not_served) is not serves
+        (found,) = CodebookLookup(codebook, index_of(codebook)).find_entries(torch.zeros(1, 1), lambda _row: ASKED[0])
+        assert found is not None
+        assert found.entry_id == ("z" if serves else "e0")
+        assert bool(found.reason_not_served) is not serves
 
 
 def test_an_edit_that_a_farther_entry_serves_keeps_its_answer() -> None:
@@ -146,7 +147,7 @@ def test_without_the_check_every_prompt_within_the_radius_is_served(kind: str) -
     correct(engine, "a", EDITED, TARGET)
     assert engine.codebook.wordings == [""]
     (other,) = ask(engine, OTHER)
-    assert other.hit is not None
+    assert other.served_by is not None
     assert other.near_miss is None
 
 
@@ -157,7 +158,7 @@ def test_a_classifier_compares_no_words() -> None:
     correct(engine, "a", EDITED, next(name for name in names if name != before.answer.outputs.label))
     assert engine.codebook.wordings == [""]
     (other,) = ask(engine, OTHER)
-    assert other.hit is not None
+    assert other.served_by is not None
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
@@ -167,7 +168,10 @@ def test_the_same_target_for_other_words_gets_a_key_of_its_own(kind: str) -> Non
     correct(engine, "a", EDITED, TARGET)
     outcome, _ = correct(engine, "b", OTHER, TARGET)
     assert outcome.entry_id == "b", outcome
-    assert [served.hit.entry_id for served in ask(engine, EDITED, OTHER) if served.hit is not None] == ["a", "b"]
+    assert [served.served_by.entry_id for served in ask(engine, EDITED, OTHER) if served.served_by is not None] == [
+        "a",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
@@ -215,7 +219,7 @@ def test_a_saved_codebook_compares_the_same_words(tmp_path: Path, monkeypatch: p
     assert loaded.state_digest() != engine.codebook.state_digest(), "they answer differently"
     prompts = [engine.model.task.tokenize(OTHER)]
     (served,) = engine.model.answer(prompts, [Parameters()], CodebookLookup(loaded, index_of(loaded)))
-    assert served.hit is not None
+    assert served.served_by is not None
 
 
 def test_a_case_with_other_words_counts_as_not_served() -> None:
@@ -246,14 +250,14 @@ def test_a_prompt_in_the_same_words_is_served_outside_the_radius(kind: str) -> N
     before = ask(engine, OTHER)
     correct(engine, "a", EDITED, TARGET)
     edited, same, other = ask(engine, EDITED, SAME_WORDS, OTHER)
-    assert edited.hit is not None
-    assert not edited.hit.is_outside_radius
-    match = same.hit or same.near_miss  # a value of one prompt may fail at another
+    assert edited.served_by is not None
+    assert not edited.served_by.is_outside_radius
+    match = same.served_by or same.near_miss  # a value of one prompt may fail at another
     assert match is not None
     assert match.entry_id == "a"
     assert match.distance > match.radius
     assert match.is_outside_radius
-    assert other.hit is None
+    assert other.served_by is None
     assert other.near_miss is None
     assert other.answer.outputs == before[0].answer.outputs
 
@@ -262,7 +266,7 @@ def test_an_entry_that_compares_no_words_serves_by_distance_alone() -> None:
     engine = narrow(check_wording=False)
     correct(engine, "a", EDITED, TARGET)
     (same,) = ask(engine, SAME_WORDS)
-    assert same.hit is None
+    assert same.served_by is None
     assert same.near_miss is None
 
 
@@ -363,11 +367,11 @@ def test_a_prompt_a_little_outside_that_names_the_same_is_a_near_miss() -> None:
     for radius, reason in ((distance / 1.5, None), (distance / 1.3, OUTSIDE_RADIUS_REASON), (1.1 * distance, "")):
         engine.apply(engine.next_delta("split", entries=(EntryChange(entry_id="a", radius=radius),)))
         further, other = ask(engine, FURTHER, OTHER)
-        match = further.near_miss or further.hit
+        match = further.near_miss or further.served_by
         assert (None if match is None else match.reason_not_served) == reason
         if reason != "":
             assert further.answer.outputs == before[0].answer.outputs
-        assert other.hit is None
+        assert other.served_by is None
 
 
 def test_a_follow_up_in_another_chat_is_not_served_by_its_words() -> None:
@@ -379,4 +383,4 @@ def test_a_follow_up_in_another_chat_is_not_served_by_its_words() -> None:
     correct(engine, "a", follow_up, TARGET)
     prompts = [engine.model.task.tokenize(inputs) for inputs in (follow_up, elsewhere, EDITED)]
     served = engine.model.answer(prompts, [Parameters()] * 3, engine.lookup)
-    assert [None if one.hit is None else one.hit.entry_id for one in served] == ["a", None, None]
+    assert [None if one.served_by is None else one.served_by.entry_id for one in served] == ["a", None, None]

@@ -28,10 +28,10 @@ def outcome(offset: int, feedback_id: str, at: int, **fields: Any) -> Stored:
 
 
 def answer(seq: int, term: int = 1, **edit: Any) -> Stored:
-    """A prediction; with `edit`, what it says of the entry that answered."""
-    hit = AppliedEdit(**edit) if edit else UNSET
+    """A prediction; `edit` describes the entry that answered."""
+    applied = AppliedEdit(**edit) if edit else UNSET
     made = Prediction(
-        v=1, request_id="q", codebook_seq=seq, term=term, edit=hit, model=MODEL, replica="r", latency_ms=1.0
+        v=1, request_id="q", codebook_seq=seq, term=term, edit=applied, model=MODEL, replica="r", latency_ms=1.0
     )
     return record("predictions", 0, encode(made))
 

@@ -57,9 +57,9 @@ def test_fault_batches_over_one_fail_and_one_pad_token_moves_the_query(model: Ed
         query_D = model.queries([model.task.tokenize(text)])[0]
         assert float((query_D - queries_BD[row]).norm()) <= match_tolerance(float(query_D.norm()), "float32")
         assert said(alone) == said(together[row])
-        assert (alone.hit is None) == (together[row].hit is None) == (row >= 8)
-        if alone.hit is not None:
-            assert alone.hit.entry_id == f"e{row}"
+        assert (alone.served_by is None) == (together[row].served_by is None) == (row >= 8)
+        if alone.served_by is not None:
+            assert alone.served_by.entry_id == f"e{row}"
 
 
 def test_an_entry_changes_answers_within_its_radius_only(model: EditableModel) -> None:
@@ -95,7 +95,7 @@ def test_fault_one_pad_token_moves_the_query_off_its_key(kind: str, side: str, p
     mask_1T = torch.tensor([mask])
     positions_1T = (mask_1T.cumsum(dim=1) - 1).clamp(min=0)
     kwargs = {"input_ids": torch.tensor([ids]), "attention_mask": mask_1T, "position_ids": positions_1T}
-    with torch.no_grad(), model.adaptor.capture_query(Batch(kwargs, mask_1T)) as session:
+    with torch.no_grad(), model.adaptor.record_query(Batch(kwargs, mask_1T)) as session:
         model.module(**kwargs)
     assert float((session.queries_BD[0] - key_D).norm()) <= match_tolerance(float(key_D.norm()), "float32")
 
@@ -109,7 +109,7 @@ def test_the_kv_cache_changes_no_answer_of_an_edited_model(
     cached = ask(model, INPUTS[:6], codebook, index, **wanted)
     monkeypatch.setattr(model.task._config, "use_cache", False)  # type: ignore[attr-defined]
     assert [said(row) for row in ask(model, INPUTS[:6], codebook, index, **wanted)] == [said(row) for row in cached]
-    assert all(row.hit for row in cached[:4])
+    assert all(row.served_by for row in cached[:4])
 
 
 class CountingIndex(KeyIndex):
@@ -158,13 +158,13 @@ def test_fault_inference_adds_keys_or_draws_random_numbers(kind: str) -> None:
 
 def test_an_entry_answers_only_a_query_strictly_within_its_radius(model: EditableModel) -> None:
     codebook, index = edited(model, INPUTS[:1], radius=0.0)
-    assert ask(model, INPUTS[:1], codebook, index)[0].hit is None
+    assert ask(model, INPUTS[:1], codebook, index)[0].served_by is None
     codebook.apply(sealed(codebook, EntryChange(entry_id="e0", radius=1e-3)))
-    hit = ask(model, INPUTS[:1], codebook, index)[0].hit
-    assert hit is not None
-    assert hit.entry_id == "e0"
-    assert hit.radius == pytest.approx(1e-3)
-    assert hit.distance < 1e-3
+    served_by = ask(model, INPUTS[:1], codebook, index)[0].served_by
+    assert served_by is not None
+    assert served_by.entry_id == "e0"
+    assert served_by.radius == pytest.approx(1e-3)
+    assert served_by.distance < 1e-3
 
 
 @pytest.mark.parametrize(("kind", "layer"), [(kind, KINDS[kind].layer) for kind in KINDS])
@@ -207,7 +207,7 @@ def test_a_removed_adaptor_leaves_the_model_as_it_was() -> None:
         ) as session,
     ):
         model.module(**batch.kwargs)
-    assert session.hits == []
+    assert session.serving_entries == []
 
 
 def test_a_failed_batch_leaves_the_adaptor_usable(model: EditableModel) -> None:
@@ -237,9 +237,9 @@ def test_two_batches_at_once_are_rejected() -> None:
     adaptor = Adaptor(nn.Linear(2, 2), "last", "last")
     one = Batch({}, None)
     with (
-        adaptor.capture_query(one),
+        adaptor.record_query(one),
         pytest.raises(RuntimeError, match="one batch at a time"),
-        adaptor.capture_query(one),
+        adaptor.record_query(one),
     ):
         pass
 
@@ -268,7 +268,7 @@ def test_query_and_replaced_tokens_are_the_settings_and_never_padding(
     adaptor = Adaptor(module, query, replace)
     tokens_1TD = torch.tensor([[[9.0], [2.0], [3.0], [4.0], [9.0]]])
     batch = Batch({}, torch.tensor([[0, 1, 1, 1, 0]]))
-    with adaptor.capture_query(batch) as session:
+    with adaptor.record_query(batch) as session:
         module(tokens_1TD)
     assert session.queries_BD.tolist() == [[expected]]
     with adaptor.inject(batch, torch.tensor([[7.0]])):

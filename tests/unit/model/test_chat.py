@@ -229,7 +229,7 @@ class TestModels:
         prompt = model.task.tokenize(messages)
         (served,) = model.answer([prompt], [Parameters()], engine.lookup)
         assert served.answer.outputs.text == target
-        assert served.hit is not None
+        assert served.served_by is not None
 
     @pytest.mark.parametrize("kind", ["bert", "t5-encoder", "t5-decoder"])
     def test_other_models_reject_one(self, kind: str) -> None:
@@ -251,7 +251,7 @@ class TestModels:
             prompts = [model.task.tokenize(asked) for asked in (inputs, rephrase)]
             served = model.answer(prompts, [Parameters()] * 2, engine.lookup)
             assert [one.answer.outputs.text for one in served] == ["river", "river"]
-            assert [one.hit and one.hit.entry_id for one in served] == ["f", "f#1"]
+            assert [one.served_by and one.served_by.entry_id for one in served] == ["f", "f#1"]
 
     def test_a_rephrase_that_the_model_takes_in_no_form_is_left_out(self) -> None:
         engine = EditEngine(editable("llama"), CODEBOOK)

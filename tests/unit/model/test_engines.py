@@ -79,7 +79,7 @@ def edited(kind: str) -> EditEngine:
 
 def shown(served: ServedAnswer) -> tuple[object, ...]:
     """What must be equal in any company: text or label, and the entries. Probabilities differ by rounding."""
-    entries = [hit and hit.entry_id for hit in (served.hit, served.near_miss)]
+    entries = [entry and entry.entry_id for entry in (served.served_by, served.near_miss)]
     return served.answer.outputs.text, served.answer.outputs.label, *entries
 
 
@@ -125,7 +125,7 @@ def test_served_missed_and_unedited_requests_share_a_step(kind: str, name: str) 
     engine = edited(kind)
     requests = [asked(engine.model, text) for text in PROMPTS]
     finished = answer_all(engine_for(name, engine, 8), requests)
-    assert [one.served and one.served.hit is not None for one in finished] == [True, *[False] * 7]
+    assert [one.served and one.served.served_by is not None for one in finished] == [True, *[False] * 7]
     assert [one.served and one.served.near_miss is not None for one in finished] == [False, True, *[False] * 6]
     labels = engine.codebook.labels
     assert [one.view and one.view.label for one in finished] == [labels[0], labels[1], *[()] * 6]
@@ -157,7 +157,7 @@ def test_an_answer_is_of_the_codebook_that_its_request_joined(kind: str, name: s
     finished = answer_all(made, requests, [0, 0, 3, 3], lose_entries)
     assert [one.view and one.view.seq for one in finished] == [edited_seq] * 2 + [edited_seq + 1] * 2
     assert [shown(one.served) for one in finished[:2] if one.served] == before
-    assert [one.served and (one.served.hit or one.served.near_miss) for one in finished[2:]] == [None, None]
+    assert [one.served and (one.served.served_by or one.served.near_miss) for one in finished[2:]] == [None, None]
 
 
 @contextmanager

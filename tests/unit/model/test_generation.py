@@ -30,7 +30,7 @@ def edited_answer(kind: str, **settings: Any) -> str:
     assert outcome.status == "added", outcome
     prompt = model.task.tokenize(PROBE_TEXTS[0])
     served = model.answer([prompt], [Parameters(max_new_tokens=6)], engine.lookup)[0]
-    assert served.hit is not None
+    assert served.served_by is not None
     return str(served.answer.outputs.text)
 
 

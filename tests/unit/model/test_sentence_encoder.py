@@ -336,4 +336,4 @@ def served(engine: EditEngine, inputs: list[Inputs]) -> list[str | None]:
     prompts = [engine.model.task.tokenize(one) for one in inputs]
     rows = engine.model.answer(prompts, [Parameters()] * len(prompts), engine.lookup)
     assert torch.equal(engine.model.queries(prompts).isfinite().all(dim=1), torch.ones(len(inputs), dtype=torch.bool))
-    return [None if row.hit is None else row.hit.entry_id for row in rows]
+    return [None if row.served_by is None else row.served_by.entry_id for row in rows]

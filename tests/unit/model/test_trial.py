@@ -106,7 +106,7 @@ def test_whatever_part_of_a_block_is_taken_can_be_edited_and_serves_in_batches(k
             assert "no value was found" in str(outcome.reason), layer
         prompts = [model.task.tokenize(text) for text in (PROBE_TEXTS[0], "The train", PROBE_TEXTS[1])]
         served = model.answer(prompts, [Parameters()] * 3, engine.lookup)
-        assert (served[0].hit is not None) is (outcome.status == "added"), layer
+        assert (served[0].served_by is not None) is (outcome.status == "added"), layer
     assert taken > 5
 
 

@@ -38,7 +38,7 @@ assert (outcome.status, record is None) == ("added", False), outcome
 assert search_class_for(model.device) is TorchSearch
 prompt = model.task.tokenize("the capital of France is")
 (served,) = model.answer([prompt], [Parameters()], engine.lookup)
-assert (served.answer.outputs.text, served.hit.entry_id) == ("river", "f1"), served
+assert (served.answer.outputs.text, served.served_by.entry_id) == ("river", "f1"), served
 """
 
 GPU_TESTS = """

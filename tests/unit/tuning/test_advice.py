@@ -20,7 +20,7 @@ def like(**changes: object) -> TrialResult:
 
 
 def shares(of: int = 40) -> st.SearchStrategy[Share]:
-    return st.integers(0, of).map(lambda hits: Share(hits, of))
+    return st.integers(0, of).map(lambda count: Share(count, of))
 
 
 candidates = st.builds(

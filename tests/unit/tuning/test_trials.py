@@ -106,8 +106,8 @@ def test_a_radius_reaches_everything_or_nothing_but_the_prompt(kind: str) -> Non
     assert widest.edited.of == len(made.material.trials) == 4
     assert widest.others == Share(10, 10)
     assert least.edited == widest.edited
-    assert least.kept.hits == least.kept.of == least.edited.hits
-    assert least.others.hits == least.rephrases.hits == 0
+    assert least.kept.count == least.kept.of == least.edited.count
+    assert least.others.count == least.rephrases.count == 0
     assert least.rephrases.of == 4
     assert widest.seconds == least.seconds
     assert widest.broken.of == widest.rephrases.of + widest.forms.of + widest.others.of + widest.about.of
@@ -134,7 +134,7 @@ def test_the_shares_are_those_of_a_codebook_that_replicas_would_serve() -> None:
     right = answered(model, engine.codebook, reworded)
     assert Share(sum(one.passed and one.entry_id is not None for one in right), len(right)) == tried.rephrases
     own = answered(model, engine.codebook, [(trial.inputs, trial.target) for trial in made.material.trials])
-    assert sum(one.passed for one in own) == tried.kept.hits
+    assert sum(one.passed for one in own) == tried.kept.count
 
 
 def answered(model: EditableModel, codebook: Codebook, asked: Sequence[tuple[Any, str | None]]) -> list[Any]:
