@@ -1,4 +1,4 @@
-"""The editor role: turns feedback into deltas and outcomes, in transactions, and publishes deltas in Redis."""
+"""The editor: turns feedback into deltas and outcomes, in transactions, and publishes deltas in Redis."""
 
 from gracestream.pipeline.editor.accepted_feedback import admission_from_settings
 from gracestream.pipeline.editor.editor import KEEP_ALIVE_SECONDS, Editor, EditorServices

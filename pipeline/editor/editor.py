@@ -88,7 +88,7 @@ class Editor:
         """`idle` is set while the editor waits for Kafka or for the history and has no work in progress."""
         self._services, self._health, self._batch_size = services, health, batch_size
         self._idle = threading.Event() if idle is None else idle
-        self._role: Literal["starting", "standby", "leading"] = "starting"
+        self._leadership: Literal["starting", "standby", "leading"] = "starting"
         self._lead_delta: bytes | None = None
         """The `lead` delta of this editor's last term; None before the first."""
         self._lag, self._lag_checked_at = 0, -LAG_CHECK_SECONDS
@@ -118,7 +118,7 @@ class Editor:
                     if not is_retriable(error):
                         raise
                     reason = str(error) or type(error).__name__
-                    self._set_role("starting", f"Kafka failed: {reason}")
+                    self._set_leadership("starting", f"Kafka failed: {reason}")
                     log.warning(
                         "kafka_connection_lost",
                         reason=reason,
@@ -149,8 +149,8 @@ class Editor:
             self._apply_new_deltas()
             if membership == "elected":
                 return True
-            if membership == "standby" and self._role != "standby":
-                self._set_role("standby")
+            if membership == "standby" and self._leadership != "standby":
+                self._set_leadership("standby")
             services.traffic_reader.poll(0.05)
             self._report_sizes()
         return False
@@ -174,7 +174,7 @@ class Editor:
         services.engine.apply(self._lead_delta)
         services.feedback_processor.reset()
         services.redis_publisher.reconcile()
-        self._set_role("leading", feedback_offset=position)
+        self._set_leadership("leading", feedback_offset=position)
 
     def _apply_new_deltas(self) -> None:
         """Apply the deltas that other editors have written.
@@ -310,28 +310,30 @@ class Editor:
             _report(decided)
         self._uncommitted.clear()
 
-    def _set_role(self, role: Literal["starting", "standby", "leading"], reason: str = "", **fields: object) -> None:
-        """Take a role, and report it.
+    def _set_leadership(
+        self, leadership: Literal["starting", "standby", "leading"], reason: str = "", **fields: object
+    ) -> None:
+        """Set and report the state of the leadership.
 
         A standby counts as ready: only the leading editor keeps it from leading.
         """
-        self._role = role
-        if role == "starting":
+        self._leadership = leadership
+        if leadership == "starting":
             self._health.set_not_ready(reason)
         else:
             self._health.set_ready()
             book = self._services.engine.codebook
-            log.info("worker_ready", role=role, term=book.term, seq=book.seq, entries=len(book), **fields)
+            log.info("worker_ready", leadership=leadership, term=book.term, seq=book.seq, entries=len(book), **fields)
 
     def _state(self) -> dict[str, object]:
         engine = self._services.engine
         return {
             **engine.codebook.describe(),
-            "role": self._role,
+            "leadership": self._leadership,
             "edits": len(engine.memory),
             "traffic": len(engine.traffic_sample),
             "feedback_blocked": self._blocked_records,
-            "degraded": self._role == "leading" and not self._services.redis_publisher.in_sync,
+            "degraded": self._leadership == "leading" and not self._services.redis_publisher.in_sync,
         }
 
 

@@ -1,4 +1,4 @@
-"""The replica role: follows `deltas`, keeps the codebook at the published head, and answers requests."""
+"""The replica: follows `deltas`, keeps the codebook at the published head, and answers requests."""
 
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.replica.delta_follower import DeltaFollower

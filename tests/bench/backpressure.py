@@ -49,7 +49,7 @@ CORRECTION_EVERY, DISTINCT_INPUTS = 50, 499
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class WorkerKind:
     """A worker, the topic that floods it, and the prefix of its counters of finished records."""
 
     name: str
@@ -72,51 +72,51 @@ def run(options: Options) -> Iterator[Row]:
             http_port=find_free_port(), threads=1, device=options.device, query_source="last",
         )  # fmt: skip
         create_topics(settings.kafka, PARTITIONS, 1)
-        for role in ROLES:
-            yield from _flood_rows(role, settings, folder, options)
+        for kind in WORKER_KINDS:
+            yield from _flood_rows(kind, settings, folder, options)
 
 
-def _flood_rows(role: Role, settings: Settings, folder: Path, options: Options) -> Iterator[Row]:
+def _flood_rows(kind: WorkerKind, settings: Settings, folder: Path, options: Options) -> Iterator[Row]:
     backlog, seconds = (20_000, 20) if options.quick else (200_000, 120)
     with ExitStack() as stack:
         sender = producer(settings.kafka, linger_ms=20)
         stack.callback(sender.close, timeout=5)
-        options.report(f"{role.name}: writing a backlog of {backlog} records of {role.topic}")
-        sent_count = _send(sender, settings, role, backlog)
-        process = worker(role.command, settings, folder)
+        options.report(f"{kind.name}: writing a backlog of {backlog} records of {kind.topic}")
+        sent_count = _send(sender, settings, kind, backlog)
+        process = worker(kind.command, settings, folder)
         process.start()
         stack.callback(process.stop)
         process.wait_for(lambda: is_http_ok(settings.http.port, "/ready"), 120)
-        process.wait_for(lambda: _records_done(role, settings) > 500, 60)
+        process.wait_for(lambda: _records_done(kind, settings) > 500, 60)
         memory = psutil.Process(process.pid).memory_info
-        before, started = _records_done(role, settings), time.monotonic()
+        before, started = _records_done(kind, settings), time.monotonic()
         time.sleep(10)
-        rate = (_records_done(role, settings) - before) / (time.monotonic() - started)
+        rate = (_records_done(kind, settings) - before) / (time.monotonic() - started)
         options.report(f"it handles {rate:.0f} records/s; sending three times as many for {seconds} s")
         stop = threading.Event()
-        flood = threading.Thread(target=_flood, args=[sender, settings, role, 3 * rate, stop, sent_count], daemon=True)
+        flood = threading.Thread(target=_flood, args=[sender, settings, kind, 3 * rate, stop, sent_count], daemon=True)
         flood.start()
         resident: list[int] = []
         for second in range(seconds):
             time.sleep(1)
             resident.append(memory().rss)
             if second % 10 == 9:
-                backlog_left = sent_count[0] - _records_done(role, settings)
+                backlog_left = sent_count[0] - _records_done(kind, settings)
                 options.report(f"{second + 1} s: {resident[-1] / MIB:.0f} MiB, {backlog_left:.0f} records waiting")
         stop.set()
         flood.join()
         if not process.running:
-            raise BenchError(f"the {role.name} exited with status {process.returncode}")
+            raise BenchError(f"the {kind.name} exited with status {process.returncode}")
         tenth = max(1, seconds // 10)
         first, last = sum(resident[:tenth]) / tenth, sum(resident[-tenth:]) / tenth
-        yield Row(f"{role.name}/rate", rate, "records/s")
-        yield Row(f"{role.name}/offered", 3 * rate, "records/s")
-        yield Row(f"{role.name}/waiting", sent_count[0] - _records_done(role, settings), "count")
-        for name, count in _counter_values(role, settings) if role.command == "edit" else ():
-            yield Row(f"{role.name}/{name.split(chr(34))[1]}", count, "count")
-        yield Row(f"{role.name}/rss_first", first / MIB, "MiB")
-        yield Row(f"{role.name}/rss_last", last / MIB, "MiB", first / MIB)
-        yield Row(f"{role.name}/rss_peak", max(resident) / MIB, "MiB", first / MIB)
+        yield Row(f"{kind.name}/rate", rate, "records/s")
+        yield Row(f"{kind.name}/offered", 3 * rate, "records/s")
+        yield Row(f"{kind.name}/waiting", sent_count[0] - _records_done(kind, settings), "count")
+        for name, count in _counter_values(kind, settings) if kind.command == "edit" else ():
+            yield Row(f"{kind.name}/{name.split(chr(34))[1]}", count, "count")
+        yield Row(f"{kind.name}/rss_first", first / MIB, "MiB")
+        yield Row(f"{kind.name}/rss_last", last / MIB, "MiB", first / MIB)
+        yield Row(f"{kind.name}/rss_peak", max(resident) / MIB, "MiB", first / MIB)
 
 
 def _save_model(folder: Path) -> None:
@@ -138,34 +138,39 @@ def _feedback(number: int) -> bytes:
     return f'{{"v":1,"feedback_id":"f{number}",{content},"note":"{PADDING}"}}'.encode()
 
 
-ROLES = (
-    Role("replica", "infer", "requests", _request, "gracestream_step_requests_sum"),
-    Role("editor", "edit", "feedback", _feedback, "gracestream_feedback_total{"),
+WORKER_KINDS = (
+    WorkerKind("replica", "infer", "requests", _request, "gracestream_step_requests_sum"),
+    WorkerKind("editor", "edit", "feedback", _feedback, "gracestream_feedback_total{"),
 )
 
 
-def _records_done(role: Role, settings: Settings) -> float:
-    return sum(value for _name, value in _counter_values(role, settings))
+def _records_done(kind: WorkerKind, settings: Settings) -> float:
+    return sum(value for _name, value in _counter_values(kind, settings))
 
 
-def _counter_values(role: Role, settings: Settings) -> list[tuple[str, float]]:
+def _counter_values(kind: WorkerKind, settings: Settings) -> list[tuple[str, float]]:
     """The worker's counters of finished records: names with labels, and values."""
     lines = (line.rpartition(" ") for line in status(settings.http.port, "/metrics")[1].splitlines())
-    return [(name, float(value)) for name, _space, value in lines if name.startswith(role.counters)]
+    return [(name, float(value)) for name, _space, value in lines if name.startswith(kind.counters)]
 
 
-def _send(sender: KafkaProducer, settings: Settings, role: Role, count: int, first: int = 0) -> list[int]:
-    partitions = next(topic.partitions or PARTITIONS for topic in TOPICS if topic.name == role.topic)
+def _send(sender: KafkaProducer, settings: Settings, kind: WorkerKind, count: int, first: int = 0) -> list[int]:
+    partitions = next(topic.partitions or PARTITIONS for topic in TOPICS if topic.name == kind.topic)
     for number in range(first, first + count):
-        sender.send(settings.kafka.topic(role.topic), value=role.record(number), partition=number % partitions)
+        sender.send(settings.kafka.topic(kind.topic), value=kind.record(number), partition=number % partitions)
     sender.flush()
     return [first + count]
 
 
 def _flood(
-    sender: KafkaProducer, settings: Settings, role: Role, rate: float, stop: threading.Event, sent_count: list[int]
+    sender: KafkaProducer,
+    settings: Settings,
+    kind: WorkerKind,
+    rate: float,
+    stop: threading.Event,
+    sent_count: list[int],
 ) -> None:
     while not stop.is_set():
         started = time.monotonic()
-        sent_count[0] = _send(sender, settings, role, int(rate / 4), sent_count[0])[0]
+        sent_count[0] = _send(sender, settings, kind, int(rate / 4), sent_count[0])[0]
         stop.wait(max(0.0, 0.25 - (time.monotonic() - started)))

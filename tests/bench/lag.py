@@ -181,11 +181,11 @@ def _corrections(users: Users, ports: list[int], count: int) -> Iterator[Row]:
 
 def _takeover_seconds(editors: list[tuple[ChildProcess, int]], signum: signal.Signals) -> float:
     """Seconds until the standby leads. The old leader is restarted as the new standby."""
-    leads = [_state(port)["role"] == "leading" for _, port in editors]
+    leads = [_state(port)["leadership"] == "leading" for _, port in editors]
     (leader, port), (_, standby) = editors if leads[0] else editors[::-1]
     started = time.monotonic()
     leader.send_signal(signum)
-    wait_until(lambda: _state(standby)["role"] == "leading", 120)
+    wait_until(lambda: _state(standby)["leadership"] == "leading", 120)
     seconds = time.monotonic() - started
     leader.stop()
     leader.start()

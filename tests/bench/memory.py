@@ -37,12 +37,12 @@ def run(options: Options) -> Iterator[Row]:
     count = QUICK_ENTRIES if options.quick else ENTRIES
     shape, device = HistoryShape(), torch.device(options.device)
     floor = count * 4 * (shape.width_D + shape.width_V + 1)
-    for role in ("replica", "editor"):
-        options.report(f"{role}: {count} entries of {shape.width_D} and {shape.width_V} numbers")
+    for worker in ("replica", "editor"):
+        options.report(f"{worker}: {count} entries of {shape.width_D} and {shape.width_V} numbers")
         before, before_on_device = memory_in_use(CPU), memory_in_use(device)
-        stored_codebook = _filled(shape, count, device, with_edits=role == "editor")
+        stored_codebook = _filled(shape, count, device, with_edits=worker == "editor")
         taken, taken_on_device = memory_in_use(CPU) - before, memory_in_use(device) - before_on_device
-        name = f"memory/{role}/{count}"
+        name = f"memory/{worker}/{count}"
         yield Row(f"{name}/of-floor", taken / floor, "x", MAX_RATIO)
         yield Row(f"{name}/bytes_an_entry", taken / count, "B", floor / count)
         yield Row(f"{name}/gigabytes", taken / 1e9, "GB", floor / 1e9)

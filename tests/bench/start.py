@@ -110,7 +110,7 @@ def _start_seconds(command: Literal["infer", "edit"], settings: Settings, folder
     def is_ready() -> bool:
         ready = is_http_ok(own_settings.http.port, "/ready")
         return ready and (
-            command == "infer" or json.loads(status(own_settings.http.port, "/state")[1])["role"] == "leading"
+            command == "infer" or json.loads(status(own_settings.http.port, "/state")[1])["leadership"] == "leading"
         )
 
     started = time.monotonic()

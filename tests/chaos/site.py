@@ -211,10 +211,10 @@ class Site:
         for editor in self.editors:
             if editor.running:
                 try:
-                    role = editor.state()["role"]
+                    leadership = editor.state()["leadership"]
                 except (json.JSONDecodeError, KeyError):
                     continue
-                if role == "leading":
+                if leadership == "leading":
                     yield editor
 
     def _states(self) -> Sequence[dict[str, Any]]:

@@ -100,7 +100,7 @@ def editor_hangs(site: Site) -> None:
     site.correct(3)
     stale.pause()
     others = [editor for editor in site.editors if editor is not stale]
-    wait_until(lambda: any(editor.state()["role"] == "leading" for editor in others), 60, "another leader")
+    wait_until(lambda: any(editor.state()["leadership"] == "leading" for editor in others), 60, "another leader")
     site.correct(2)
     stale.go_on()
     assert stale.wait(60) == 1

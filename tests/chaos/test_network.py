@@ -99,7 +99,7 @@ class Network:
 
     def _kill_leader(self) -> None:
         leader = next(
-            (editor for editor in self.editors if editor.running and editor.state()["role"] == "leading"), None
+            (editor for editor in self.editors if editor.running and editor.state()["leadership"] == "leading"), None
         )
         if leader is not None:
             leader.kill()

@@ -23,8 +23,8 @@ MEANINGS = {
         "model_loaded": "The model is on its device. `query` says what makes the queries: a token or the encoder.",
         "tolerance_not_measured": "Numerical tolerances of this data type are not measured on this device.",
         "gpu_not_used": "The machine has a driver for a GPU, but PyTorch cannot use it.",
-        "worker_ready": "The worker can take work: `/ready` answers 200. An editor also logs each new `role`,"
-        " and as the leading one the `feedback_offset` where it goes on.",
+        "worker_ready": "The worker can take work: `/ready` answers 200. An editor also logs its `leadership`"
+        " each time it changes, and once it leads the `feedback_offset` where it goes on.",
         "manifest_skipped": "A record of `snapshots` cannot be read.",
         "redis_lost": "Redis did not answer in time, or its answer cannot be read.",
         "redis_distrusted": "Redis contradicts the log. `reason` of a replica: `redis_empty` (no head),"

@@ -22,7 +22,7 @@ from tests.support.repository import ROOT
 
 ACLS = ROOT / "deploy" / "acls.sh"
 REDIS_ACL = ACLS.with_name("redis.acl")
-ROLES = ("editor", "replica", "user", "corrector", "operator", "resender")
+USERS = ("editor", "replica", "user", "corrector", "operator", "resender")
 SUPER_USER = "admin"
 PLAIN_USER = "plain"
 LOGIN_MODULES = "org.apache.kafka.common.security"
@@ -110,7 +110,7 @@ class SecuredKafka:
             f"ssl.truststore.type=PEM\nssl.truststore.location={self.certificates.ca}\n",
             encoding="utf-8",
         )
-        principals = {f"{role.upper()}_PRINCIPAL": f"User:{prefix}{role}" for role in ROLES}
+        principals = {f"{user.upper()}_PRINCIPAL": f"User:{prefix}{user}" for user in USERS}
         environment = {
             "KAFKA_ACLS": str(kafka_acls(self.folder, cache)),
             "BOOTSTRAP": self.server.addresses["SASL_SSL"],
@@ -162,12 +162,12 @@ class SecuredRedis:
         with self._root() as root:
             return [entry["object"] for entry in root.acl_log() if entry["username"].startswith(prefix)]
 
-    def as_worker(self, role: str, prefix: str) -> dict[str, Any]:
+    def as_worker(self, worker: str, prefix: str) -> dict[str, Any]:
         """Settings of the editor or a replica."""
-        certificate, key = self.certificates.issue(role)
+        certificate, key = self.certificates.issue(worker)
         return {
-            "redis": f"rediss://{prefix}{role}@{self.address}/0",
-            "redis_password": password_of(prefix + role),
+            "redis": f"rediss://{prefix}{worker}@{self.address}/0",
+            "redis_password": password_of(prefix + worker),
             "redis_ca": str(self.certificates.ca),
             "redis_certificate": str(certificate),
             "redis_key": str(key),

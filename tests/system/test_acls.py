@@ -20,7 +20,7 @@ from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.messages import Prediction, Request, decode, encode
 from tests.support.forked_commands import Command, Forked, sentence, status_of
 from tests.support.running import PATIENCE, Checkpoint, records, wait_until
-from tests.support.secured_servers import ROLES, SUPER_USER, SecuredKafka
+from tests.support.secured_servers import SUPER_USER, USERS, SecuredKafka
 from tests.support.tiny_models import texts
 
 pytestmark = pytest.mark.kafka
@@ -56,9 +56,9 @@ class Realm:
     common: dict[str, Any]
     printed: str
 
-    def settings(self, role: str) -> Settings:
+    def settings(self, user: str) -> Settings:
         """Those of one of them."""
-        return load_settings(**self.common, **self.kafka.as_user(self.common["topic_prefix"] + role))
+        return load_settings(**self.common, **self.kafka.as_user(self.common["topic_prefix"] + user))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def realm(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Realm:
     prefix = f"t{secrets.token_hex(4)}-"
-    secured_kafka.add_users(*(prefix + role for role in ROLES))
+    secured_kafka.add_users(*(prefix + user for user in USERS))
     settings = load_settings()
     printed = secured_kafka.set_acls(prefix, settings.model.cache_dir.expanduser())
     common = {
@@ -101,34 +101,34 @@ def rights(settings: Settings) -> dict[str, set[str]]:
 
 @pytest.mark.usefixtures("topics")
 class TestRights:
-    @pytest.mark.parametrize("role", ROLES)
-    def test_everyone_may_do_exactly_what_the_table_says(self, realm: Realm, role: str) -> None:
+    @pytest.mark.parametrize("user", USERS)
+    def test_everyone_may_do_exactly_what_the_table_says(self, realm: Realm, user: str) -> None:
         words = {"R": "READ", "W": "WRITE"}
         expected = {}
         for topic, columns in TABLE.items():
-            operations = {words[letter] for letter in columns[ROLES.index(role)]}
-            if operations or role in BESIDE:
-                expected[topic] = operations | BESIDE.get(role, {"DESCRIBE"})
-        assert rights(realm.settings(role)) == expected
+            operations = {words[letter] for letter in columns[USERS.index(user)]}
+            if operations or user in BESIDE:
+                expected[topic] = operations | BESIDE.get(user, {"DESCRIBE"})
+        assert rights(realm.settings(user)) == expected
 
     def test_the_table_has_every_topic(self) -> None:
         assert TABLE.keys() == {topic.name for topic in TOPICS}
 
-    @pytest.mark.parametrize(("role", "kind"), [("editor", "editor"), ("replica", "inference")])
-    def test_workers_ask_for_what_they_are_allowed(self, role: str, kind: str) -> None:
-        letters = {topic: columns[ROLES.index(role)] for topic, columns in TABLE.items()}
+    @pytest.mark.parametrize(("user", "kind"), [("editor", "editor"), ("replica", "inference")])
+    def test_workers_ask_for_what_they_are_allowed(self, user: str, kind: str) -> None:
+        letters = {topic: columns[USERS.index(user)] for topic, columns in TABLE.items()}
         assert set(REQUIRED_PERMISSIONS[kind].reads) == {topic for topic, may in letters.items() if "R" in may}
         assert set(REQUIRED_PERMISSIONS[kind].writes) == {topic for topic, may in letters.items() if "W" in may}
 
     @pytest.mark.parametrize(
-        ("role", "topic"),
+        ("user", "topic"),
         [
-            *((role, topic) for role in ROLES if role != "editor" for topic in ("deltas", "edits")),
-            *((role, "snapshots") for role in ROLES if role not in {"editor", "operator"}),
+            *((user, topic) for user in USERS if user != "editor" for topic in ("deltas", "edits")),
+            *((user, "snapshots") for user in USERS if user not in {"editor", "operator"}),
         ],
     )
-    def test_nobody_else_writes_what_makes_an_edit_live(self, realm: Realm, role: str, topic: str) -> None:
-        settings = realm.settings(role)
+    def test_nobody_else_writes_what_makes_an_edit_live(self, realm: Realm, user: str, topic: str) -> None:
+        settings = realm.settings(user)
         end = ends(realm.settings("operator"), topic)
         writer = producer(settings.kafka)
         with pytest.raises(KafkaError, match="AuthorizationFailed"):
@@ -136,16 +136,16 @@ class TestRights:
         writer.close(timeout=5)
         assert ends(realm.settings("operator"), topic) == end
 
-    @pytest.mark.parametrize("role", [role for role in ROLES if role != "editor"])
-    def test_nobody_else_can_fence_the_editor(self, realm: Realm, role: str) -> None:
-        settings = realm.settings(role)
+    @pytest.mark.parametrize("user", [user for user in USERS if user != "editor"])
+    def test_nobody_else_can_fence_the_editor(self, realm: Realm, user: str) -> None:
+        settings = realm.settings(user)
         rival = producer(settings.kafka, transactional_id=settings.kafka.topic("editor"))
         with pytest.raises(TransactionalIdAuthorizationFailedError):
             rival.init_transactions()
         rival.close(timeout=5)
 
     @pytest.mark.parametrize(
-        ("role", "groups"),
+        ("user", "groups"),
         [
             ("editor", {"editor"}),
             ("replica", {"inference"}),
@@ -155,9 +155,9 @@ class TestRights:
             ("resender", set()),
         ],
     )
-    def test_groups_are_kept_apart(self, realm: Realm, role: str, groups: set[str]) -> None:
-        settings = realm.settings(role)
-        topic = TopicPartition(settings.kafka.topic("edits" if role == "corrector" else "requests"), 0)
+    def test_groups_are_kept_apart(self, realm: Realm, user: str, groups: set[str]) -> None:
+        settings = realm.settings(user)
+        topic = TopicPartition(settings.kafka.topic("edits" if user == "corrector" else "requests"), 0)
         for group in ("editor", "inference", "user-analytics", "elsewhere"):
             member = consumer(settings.kafka, group_id=settings.kafka.topic(group))
             try:
@@ -208,7 +208,7 @@ class TestCommands:
     def test_an_editor_leads_again_after_feedback_was_set_aside(
         self, realm: Realm, run: Callable[..., Command], folder: Path
     ) -> None:
-        corrector, operator, resender = (realm.settings(role) for role in ("corrector", "operator", "resender"))
+        corrector, operator, resender = (realm.settings(user) for user in ("corrector", "operator", "resender"))
         sender = producer(corrector.kafka)
         sender.send(corrector.kafka.topic("feedback"), b"what is this", partition=0).get(timeout=PATIENCE)
         sender.close(timeout=5)
@@ -217,13 +217,13 @@ class TestCommands:
             assert editor.stop() == 0
             editor.start()
             editor.wait_ready()
-            assert editor.state()["role"] == "leading"
+            assert editor.state()["leadership"] == "leading"
             assert status_of(run("dlq", "resend", "feedback", "--all", settings=resender)) == 0
             wait_until(lambda: len(records(operator, "feedback.dlq")) == 2, what="the letter that comes back")
             assert editor.stop() == 0
 
     @pytest.mark.parametrize(
-        ("role", "command", "given", "complaint"),
+        ("user", "command", "given", "complaint"),
         [
             ("user", "infer", "", "-user' to READ topic {prefix}requests, READ topic {prefix}deltas, "),
             (
@@ -249,9 +249,9 @@ class TestCommands:
         ],
     )
     def test_others_are_told_in_one_sentence(
-        self, realm: Realm, run: Callable[..., Command], role: str, command: str, given: str, complaint: str
+        self, realm: Realm, run: Callable[..., Command], user: str, command: str, given: str, complaint: str
     ) -> None:
-        said = sentence(run(command, settings=realm.settings(role), given=given))
+        said = sentence(run(command, settings=realm.settings(user), given=given))
         assert complaint.format(prefix=realm.common["topic_prefix"]) in said
 
 
@@ -261,12 +261,12 @@ def test_nobody_but_an_operator_creates_topics(realm: Realm, run: Callable[..., 
 
 
 def test_the_script_lists_what_is_in_force_and_may_run_again(realm: Realm) -> None:
-    assert realm.printed.count("Adding ACLs") >= len(ROLES)
+    assert realm.printed.count("Adding ACLs") >= len(USERS)
     listed = realm.kafka.set_acls(
         realm.common["topic_prefix"], load_settings().model.cache_dir.expanduser(), ["--list"]
     )
-    for role in ROLES:
-        assert f"User:{realm.common['topic_prefix']}{role}" in listed
+    for user in USERS:
+        assert f"User:{realm.common['topic_prefix']}{user}" in listed
     assert SUPER_USER not in listed
 
 
@@ -274,11 +274,11 @@ def test_a_replica_replies_only_to_topics_that_the_script_was_given(
     realm: Realm, secured_kafka: SecuredKafka, folder: Path
 ) -> None:
     prefix = f"t{secrets.token_hex(4)}-"
-    secured_kafka.add_users(*(prefix + role for role in ("replica", "user", "operator")))
+    secured_kafka.add_users(*(prefix + user for user in ("replica", "user", "operator")))
     secured_kafka.set_acls(prefix, load_settings().model.cache_dir.expanduser(), REPLY_TOPICS="answers more-answers")
     common = {**realm.common, "topic_prefix": prefix}
     root = load_settings(**common, **secured_kafka.as_user(SUPER_USER))
-    replica, user = (load_settings(**common, **secured_kafka.as_user(prefix + role)) for role in ("replica", "user"))
+    replica, user = (load_settings(**common, **secured_kafka.as_user(prefix + user)) for user in ("replica", "user"))
     create_topics(root.kafka, partitions=1, replication=1)
     client = admin(root.kafka)
     client.create_topics([NewTopic(f"{prefix}{name}", 1, 1) for name in ("answers", "hidden")])

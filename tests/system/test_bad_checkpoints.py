@@ -180,7 +180,7 @@ def with_own_tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "kind", "part"),
+    ("option", "kind", "part"),
     [
         ("model", "bert", with_own_classes),
         ("model", "llama", with_own_tokenizer),
@@ -189,7 +189,7 @@ def with_own_tokenizer(folder: Path) -> None:
     ],
 )
 def test_code_of_a_checkpoint_never_runs_whatever_is_typed(
-    run: Callable[..., Command], tmp_path: Path, role: str, kind: str, part: Callable[[Path], None]
+    run: Callable[..., Command], tmp_path: Path, option: str, kind: str, part: Callable[[Path], None]
 ) -> None:
     good = save_checkpoint("bert", tmp_path / "good")
     bad, ran = tmp_path / "bad", tmp_path / "ran"
@@ -198,10 +198,10 @@ def test_code_of_a_checkpoint_never_runs_whatever_is_typed(
     (bad / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
     lines = tmp_path / "lines.jsonl"
     lines.write_text('"The train"\n')
-    chosen = {"model": bad} if role == "model" else {"model": good.folder, "encoder": bad, "query_source": "encoder"}
+    chosen = {"model": bad} if option == "model" else {"model": good.folder, "encoder": bad, "query_source": "encoder"}
     command = run("calibrate", str(lines), layer=good.layer, given="y\n" * 9, cache_dir=tmp_path, **chosen)
     assert sentence(command).startswith(
-        f"the {role} '{bad}' cannot be loaded: it needs code of its own (auto_map), and gracestream runs no code of a"
+        f"the {option} '{bad}' cannot be loaded: it needs code of its own (auto_map), and gracestream runs no code of a"
         " checkpoint; choose a checkpoint of an architecture that transformers has"
     )
     assert "run the custom code" not in command.stdout()

@@ -44,7 +44,7 @@ ALLOWANCE = 14.0
 
 def leads(editor: Forked) -> bool:
     """Whether it says so."""
-    return bool(editor.state()["role"] == "leading")
+    return bool(editor.state()["leadership"] == "leading")
 
 
 def test_an_editor_killed_again_and_again_gives_every_feedback_record_one_outcome(
@@ -86,7 +86,7 @@ def pair(deployment: Settings, folder: Path) -> Iterator[tuple[Forked, Forked]]:
         assert leads(first)
         with Forked("second", "edit", deployment, folder) as second:
             second.wait_ready(90)
-            assert second.state()["role"] == "standby"
+            assert second.state()["leadership"] == "standby"
             yield first, second
 
 
@@ -167,7 +167,7 @@ def test_of_three_editors_one_leads_and_another_takes_over_each_time(
             wait_until(lambda share=share: len(outcomes_in_log(deployment)) > share * len(given), 60)  # type: ignore[misc]
             (leader,) = filter(leads, editors)
             editors.remove(leader)
-            assert {editor.state()["role"] for editor in editors} == {"standby"}
+            assert {editor.state()["leadership"] for editor in editors} == {"standby"}
             leader.kill()
             bound = deployment.kafka.session_timeout + ALLOWANCE
             wait_until(lambda: any(leads(editor) for editor in editors), bound, "a take-over in time")

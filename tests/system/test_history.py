@@ -166,11 +166,13 @@ def test_training_anew_up_to_a_delta_with_the_queries_that_the_history_names(sto
     assert (report["seq"], report["decisions"], report["same_records"]) == (3, 2, 2)
 
 
-@pytest.mark.parametrize("role", ["edit", "evaluate"])
-def test_a_history_of_the_layers_queries_names_the_setting_that_serves_it(story: Running, run: Run, role: str) -> None:
+@pytest.mark.parametrize("command", ["edit", "evaluate"])
+def test_a_history_of_the_layers_queries_names_the_setting_that_serves_it(
+    story: Running, run: Run, command: str
+) -> None:
     unset = story.settings.replace(query_source="auto")
     given, remedy = ["edit"], "(GRACESTREAM_QUERY_SOURCE=last in that history), or another GRACESTREAM_TOPIC_PREFIX"
-    if role == "evaluate":
+    if command == "evaluate":
         given, remedy = ["evaluate", "-"], "(GRACESTREAM_QUERY_SOURCE=last where the layer makes the queries)"
     ran = run(*given, settings=unset, given=json.dumps({"inputs": FIRST, "unchanged": True}))
     assert status_of(ran) == 1

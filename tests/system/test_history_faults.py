@@ -254,7 +254,7 @@ def test_a_standby_stops_at_a_hostile_record_before_it_is_its_turn(
         editor.wait_ready(90)
         with Forked("standby", "edit", log_of.settings, folder, **patient) as standby:
             standby.wait_ready(90)
-            assert (editor.state()["role"], standby.state()["role"]) == ("leading", "standby")
+            assert (editor.state()["leadership"], standby.state()["leadership"]) == ("leading", "standby")
             (lead,) = records(log_of.settings, "deltas")[1:]
             log_of.codebook.apply(lead.value)
             editor.pause()

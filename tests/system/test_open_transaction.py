@@ -44,6 +44,6 @@ def test_an_editor_that_no_longer_leads_reports_none(
         wait_until(lambda: metric(editor.port, "gracestream_feedback_blocked") == 1, 40, "the report")
         own_kafka.kill()
         stranger.close(timeout=0)
-        wait_until(lambda: editor.state()["role"] == "starting", what="the loss of the lead")
+        wait_until(lambda: editor.state()["leadership"] == "starting", what="the loss of the lead")
         wait_until(lambda: metric(editor.port, "gracestream_feedback_blocked") == 0, 20, "the reset")
         assert editor.state()["feedback_blocked"] == 0
