@@ -36,7 +36,7 @@ def main(inputs: str, target: str) -> None:
     try:
         print("before:", ask(client, inputs).outputs)
         outcome = correct(client, inputs, target)
-        print("edit:  ", outcome.status, "as delta", outcome.seq, outcome.reason or "")
+        print("outcome:", outcome.status, "as delta", outcome.seq, outcome.reason or "")
         print("after: ", ask(client, inputs, min_seq=outcome.seq or 0).outputs)
     finally:
         client.close()

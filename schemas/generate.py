@@ -36,7 +36,7 @@ SCHEMA_TYPES: dict[str, type[Struct]] = {
     "request": Request,
     "prediction": Prediction,
     "feedback": Feedback,
-    "edit": Outcome,
+    "outcome": Outcome,
     "snapshot": SnapshotManifest,
     "delta": Delta,
 }
@@ -185,7 +185,7 @@ def _channels() -> Json:
         ),
         "edits": _channel(
             "edits",
-            "edit",
+            "outcome",
             "The result of each feedback record: exactly one outcome each. Key: `feedback_id`. Never deleted.",
             **forever,
         ),
@@ -365,8 +365,8 @@ def asyncapi_document() -> Json:
                 "feedback": _message(
                     "feedback", "A correction, an exception from one, or an undo", "Any.", headers=_resent_headers()
                 ),
-                "edit": _message(
-                    "edit", "The outcome of one feedback record", "`feedback_id`.", headers=_outcome_headers()
+                "outcome": _message(
+                    "outcome", "The outcome of one feedback record", "`feedback_id`.", headers=_outcome_headers()
                 ),
                 "delta": _message("delta", "One step of a codebook's history", "Any.", "application/msgpack"),
                 "snapshot": _message(

@@ -69,4 +69,4 @@ def build_editor(worker: WorkerContext, settings: Settings, admission: Admission
         snapshot_writer=SnapshotWriter(settings.kafka, settings.snapshots),
         environment={"editor": worker.name, **describe_environment(worker.model, engine.config)},
     )
-    return Editor(services, worker.health, settings.editing.edit_batch_size, worker.idle)
+    return Editor(services, worker.health, settings.editing.training_batch_size, worker.idle)

@@ -267,9 +267,9 @@ def _print_summary(demo_run: DemoRun, seconds: float, model: str) -> None:
     times = [outcome.seconds for outcome in edits if outcome.seconds is not UNSET]
     table.add_row("corrections made", str(len(edits)))
     if times:
-        table.add_row("seconds per edit, median (max)", f"{statistics.median(times):.2f} ({max(times):.2f})")
+        table.add_row("seconds per correction, median (max)", f"{statistics.median(times):.2f} ({max(times):.2f})")
     if steps:
-        table.add_row("optimisation steps per edit, mean (max)", f"{statistics.mean(steps):.1f} ({max(steps)})")
+        table.add_row("optimisation steps per value, mean (max)", f"{statistics.mean(steps):.1f} ({max(steps)})")
     if demo_run.latencies:
         table.add_row(
             "seconds from a correction to the corrected answer, median", f"{statistics.median(demo_run.latencies):.2f}"

@@ -100,7 +100,7 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class PolicyDecision:
-    """The outcome of a policy for one edit.
+    """The decision of a policy on one correction.
 
     Attributes:
         action: `add` or `split`: a new entry with the query as key. `expand`: the nearest entry gets a larger radius.
@@ -117,7 +117,7 @@ class PolicyDecision:
 def decide_action(
     policy: MaintenancePolicy, neighbour: Neighbour | None, protected_distance: float = math.inf
 ) -> PolicyDecision:
-    """Apply Algorithm 1 to one edit.
+    """Apply Algorithm 1 to one correction.
 
     Args:
         policy: The policy.

@@ -14,7 +14,7 @@ from gracestream.pipeline.editing.forms import make_forms
 from gracestream.pipeline.editing.negatives import TEMPLATES_PER_RADIUS, other_requests
 from gracestream.pipeline.editing.no_change import NoChangeDecision, parse_no_change
 from gracestream.pipeline.editing.provenance import describe_environment
-from gracestream.pipeline.editing.result import EditResult, committed_outcome, make_correction, rejected_result
+from gracestream.pipeline.editing.result import DecisionResult, committed_outcome, make_correction, rejected_result
 from gracestream.pipeline.editing.roles import may_propose
 from gracestream.pipeline.editing.scope import ScopeRadius
 from gracestream.pipeline.editing.undo import undo
@@ -26,10 +26,10 @@ __all__ = [
     "SHORT_TARGET_TOKENS",
     "TEMPLATES_PER_RADIUS",
     "CalibrationError",
+    "DecisionResult",
     "DraftValue",
     "EditConfig",
     "EditEngine",
-    "EditResult",
     "History",
     "LabelledRequest",
     "NoChangeDecision",

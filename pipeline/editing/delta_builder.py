@@ -25,7 +25,7 @@ from gracestream.pipeline.editing.rephrases import (
     place_rephrases,
     protect_rephrases,
 )
-from gracestream.pipeline.editing.result import STATUS_BY_OP, EditResult, rejected_result, unchanged_outcome
+from gracestream.pipeline.editing.result import STATUS_BY_OP, DecisionResult, rejected_result, unchanged_outcome
 from gracestream.pipeline.editing.workspace import EditWorkspace
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.search import NO_SLOT
@@ -60,7 +60,7 @@ def next_delta(codebook: Codebook, op: Op, **fields: object) -> bytes:
     return seal_delta(Delta(op=op, **(header | position | fields)), codebook.digest)[0]  # type: ignore[arg-type]
 
 
-def build_result(codebook: Codebook, feedback: Feedback, outcome: Outcome, op: Op, **fields: object) -> EditResult:
+def build_result(codebook: Codebook, feedback: Feedback, outcome: Outcome, op: Op, **fields: object) -> DecisionResult:
     """The outcome with the next delta, or a rejection if no reader would apply that delta.
 
     Args:
@@ -78,10 +78,10 @@ def build_result(codebook: Codebook, feedback: Feedback, outcome: Outcome, op: O
         return rejected_result(feedback, f"no reader would take its delta: {fault}")
     if len(record) > MAX_RECORD_BYTES:
         return rejected_result(feedback, f"its delta would have {len(record)} bytes; {MAX_RECORD_BYTES} are allowed")
-    return EditResult(msgspec.structs.replace(outcome, seq=codebook.seq + 1), record)
+    return DecisionResult(msgspec.structs.replace(outcome, seq=codebook.seq + 1), record)
 
 
-def build_confirmation(workspace: EditWorkspace, candidate: EditCandidate) -> EditResult:
+def build_confirmation(workspace: EditWorkspace, candidate: EditCandidate) -> DecisionResult:
     """The delta of a correction whose target the model predicts already; it often changes no entry.
 
     It remembers the input as an edit, so that the retention guard protects it. Otherwise a later edit could shadow the
@@ -127,7 +127,7 @@ def build_correction(
     value_V: np.ndarray | None,
     rephrases: list[RephraseCandidate],
     **outcome_fields: object,
-) -> EditResult:
+) -> DecisionResult:
     """The delta of a correction that needs a value.
 
     Args:
@@ -222,7 +222,7 @@ def _build_with_cause(
     entry_id: str | UnsetType,
     supersedes: Sequence[str],
     placement: RephrasePlacement,
-) -> EditResult:
+) -> DecisionResult:
     """The outcome with the delta; its cause records the decision context, so that a repeated decision is the same."""
     codebook = workspace.codebook
     nearest_id = None if candidate.nearest_slot == NO_SLOT else codebook.entry_ids[candidate.nearest_slot]

@@ -55,7 +55,7 @@ from gracestream.pipeline.editing.rephrases import (
     fit_shared_value,
     inspect_rephrases,
 )
-from gracestream.pipeline.editing.result import EditResult, rejected_result, unchanged_outcome
+from gracestream.pipeline.editing.result import DecisionResult, rejected_result, unchanged_outcome
 from gracestream.pipeline.editing.roles import explain_propose_denial
 from gracestream.pipeline.editing.value_search import explain_failed_training, find_value, start_value, train_group
 from gracestream.pipeline.editing.value_training import TrainedValue
@@ -117,7 +117,7 @@ class EditEngine(EditWorkspace):
         recorded_inputs: RecordedInputs | None = None,
         draft: DraftValue | None = None,
         standing: Standing | UnsetType = UNSET,
-    ) -> EditResult:
+    ) -> DecisionResult:
         """Decide on one correction, and train a value if it needs one; nothing changes before `apply`.
 
         Args:
@@ -130,7 +130,7 @@ class EditEngine(EditWorkspace):
         if (denial := explain_propose_denial(feedback, standing)) is not None:
             return rejected_result(feedback, denial)
         candidate = self._make_candidate(feedback, offset, recorded_inputs, draft, standing)
-        if isinstance(candidate, EditResult):
+        if isinstance(candidate, DecisionResult):
             return candidate
         result = self._confirm(candidate) if candidate.inspection.is_already_correct else self._correct(candidate)
         if result.delta_record is not None:
@@ -201,7 +201,7 @@ class EditEngine(EditWorkspace):
         recorded_inputs: RecordedInputs | None = None,
         draft: DraftValue | None = None,
         standing: Standing | UnsetType = UNSET,
-    ) -> EditCandidate | EditResult:
+    ) -> EditCandidate | DecisionResult:
         """The correction with the facts of its inspection; a result if these alone settle the matter."""
         assert feedback.inputs is not UNSET
         assert feedback.target is not UNSET
@@ -255,7 +255,7 @@ class EditEngine(EditWorkspace):
 
     def _resolve_known_id(
         self, feedback: Feedback, target_check: TargetCheck, query_D: np.ndarray
-    ) -> EditResult | None:
+    ) -> DecisionResult | None:
         """The result of feedback whose id is taken; None if the id is free.
 
         A correction sent again that is still in force is `unchanged`. Any other use of a taken id is rejected.
@@ -265,7 +265,7 @@ class EditEngine(EditWorkspace):
             if target_check.predicts_target and feedback.feedback_id in self.memory.edits_of_input(
                 query_D, self.tolerance(query_D)
             ):
-                return EditResult(unchanged_outcome(feedback, target_check.loss))
+                return DecisionResult(unchanged_outcome(feedback, target_check.loss))
             undone = " and undone" if feedback.feedback_id in self.memory.undone_ids() else ""
             return rejected_result(
                 feedback, f"its id was used at offset {earlier_offset}{undone}; a new correction needs a new id"
@@ -306,7 +306,7 @@ class EditEngine(EditWorkspace):
             decision = fallback_to_own_entry(candidate.policy, neighbour, protected_distance)
         return decision, None
 
-    def _confirm(self, candidate: EditCandidate) -> EditResult:
+    def _confirm(self, candidate: EditCandidate) -> DecisionResult:
         """The result of a correction whose target the model predicts already."""
         served_by = candidate.inspection.served_by
         if served_by is not None:
@@ -316,7 +316,7 @@ class EditEngine(EditWorkspace):
                 return self._extend_with_rephrases(candidate, served_by.slot, rephrases, loss)
         return build_confirmation(self, candidate)
 
-    def _correct(self, candidate: EditCandidate) -> EditResult:
+    def _correct(self, candidate: EditCandidate) -> DecisionResult:
         """The result of a correction whose target the model does not predict yet."""
         decision, check = self._decide(candidate)
         if check is not None:
@@ -352,7 +352,7 @@ class EditEngine(EditWorkspace):
 
     def _extend_with_rephrases(
         self, candidate: EditCandidate, slot: int, rephrases: list[RephraseCandidate], loss: float
-    ) -> EditResult:
+    ) -> DecisionResult:
         """The result of a correction that the value of the entry in this slot serves, with keys for its rephrases.
 
         The correction gets a key of its own too, unless the entry's key is its query. Otherwise a rephrase's key could

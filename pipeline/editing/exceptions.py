@@ -24,7 +24,7 @@ from msgspec import UNSET, UnsetType
 from gracestream.pipeline.codebook import UNEDITED_MODEL, is_same_request
 from gracestream.pipeline.editing.delta_builder import build_result
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.result import EditResult, rejected_result
+from gracestream.pipeline.editing.result import DecisionResult, rejected_result
 from gracestream.pipeline.editing.roles import explain_propose_denial
 from gracestream.pipeline.model import PROMPT_HASH_NORM, InputError
 from gracestream.pipeline.search import exact_distance
@@ -51,7 +51,7 @@ class NoNewException:
 
 def decide_exception(
     engine: EditEngine, feedback: Feedback, offset: int, standing: Standing | UnsetType = UNSET
-) -> EditResult:
+) -> DecisionResult:
     """Decide on one exception; nothing changes before the engine applies the record.
 
     Args:
@@ -90,10 +90,10 @@ def decide_exception(
     return build_result(engine.codebook, feedback, outcome, "except", exceptions=(exception,), cause=cause)
 
 
-def _result_without_exception(feedback: Feedback, rejection: NoNewException) -> EditResult:
+def _result_without_exception(feedback: Feedback, rejection: NoNewException) -> DecisionResult:
     if rejection.status == "rejected":
         return rejected_result(feedback, rejection.reason)
-    return EditResult(
+    return DecisionResult(
         Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="unchanged", reason=rejection.reason)
     )
 

@@ -19,7 +19,7 @@ STATUS_BY_OP: dict[Op, Status] = {
 
 
 @dataclass(frozen=True, slots=True)
-class EditResult:
+class DecisionResult:
     """The result of a decision on one feedback record.
 
     Attributes:
@@ -43,10 +43,12 @@ class EditResult:
         return self.outcome.reason or "" if self.outcome.status == "rejected" else ""
 
 
-def rejected_result(feedback: Feedback, reason: str, *, is_dead_letter: bool = False, **fields: object) -> EditResult:
+def rejected_result(
+    feedback: Feedback, reason: str, *, is_dead_letter: bool = False, **fields: object
+) -> DecisionResult:
     """A rejection with its reason and further `fields` of `Outcome`; with `is_dead_letter` also a dead letter."""
     outcome = Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="rejected", reason=reason, **fields)  # type: ignore[arg-type]
-    return EditResult(outcome, dead_letter_reason=reason if is_dead_letter else None)
+    return DecisionResult(outcome, dead_letter_reason=reason if is_dead_letter else None)
 
 
 def unchanged_outcome(feedback: Feedback, loss: float) -> Outcome:

@@ -18,7 +18,7 @@ from gracestream.pipeline.codebook import EditMemory, resolve_undos
 from gracestream.pipeline.editing.counterfactual import CounterfactualReplay, History, MissingFeedbackError
 from gracestream.pipeline.editing.delta_builder import build_result
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.result import EditResult, rejected_result
+from gracestream.pipeline.editing.result import DecisionResult, rejected_result
 from gracestream.pipeline.editing.roles import explain_undo_denial
 from gracestream.schemas.deltas import Cause, Standing
 from gracestream.schemas.messages import SCHEMA_VERSION, Feedback, Outcome
@@ -34,7 +34,7 @@ def undo(
     history: History,
     heartbeat: Callable[[], object] = lambda: None,
     standing: Standing | UnsetType = UNSET,
-) -> EditResult:
+) -> DecisionResult:
     """Decide on one undo; nothing changes before the engine applies the record.
 
     Args:
@@ -69,7 +69,7 @@ def undo(
     if not ids:
         return rejected_result(feedback, f"{no_effect}, so there is nothing to undo")
     if not _active_feedback(memory, ids):
-        return EditResult(
+        return DecisionResult(
             Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="unchanged", reason=not_in_force)
         )
     replay = CounterfactualReplay(

@@ -4,7 +4,7 @@ Its life (docs/explanation/consistency.md):
 
 1. Stand by: read the log, join the group, and follow the deltas of the leading editor until this one is elected.
 2. Acquire leadership: fence the predecessor, read its last deltas, begin a term.
-3. Edit, for each feedback record: decide (train a value where needed), commit delta, outcome and offset in one Kafka
+3. For each feedback record: decide (train a value where needed), commit delta, outcome and offset in one Kafka
    transaction, apply the delta, publish it in Redis.
 
 Values of waiting corrections are trained as one batch before the decisions, since training takes most of the time.
@@ -100,7 +100,7 @@ class Editor:
         health.state = self._state
 
     def run(self, stop: threading.Event) -> None:
-        """Stand by, lead and edit until `stop` is set; begin again after a retriable Kafka error.
+        """Stand by, lead and decide until `stop` is set; begin again after a retriable Kafka error.
 
         Raises:
             HistoryError: the history is broken, or belongs to another codebook, model or layer.
@@ -298,7 +298,7 @@ class Editor:
             assert applied is not None
             services.redis_publisher.publish(applied)
             services.snapshot_writer.maybe_write(services.engine.codebook)
-            metrics.EDIT_SECONDS.observe(time.perf_counter() - started)
+            metrics.DECISION_SECONDS.observe(time.perf_counter() - started)
         elif sum(waiting.size_bytes for waiting in self._uncommitted) > MAX_UNCOMMITTED_BYTES:
             self._commit()
 
@@ -351,5 +351,5 @@ def _report(decided: DecidedFeedback) -> None:
         return
     metrics.FEEDBACK_TOTAL.labels(outcome.status).inc()
     if outcome.steps is not UNSET:
-        metrics.EDIT_STEPS.observe(outcome.steps)
+        metrics.TRAINING_STEPS.observe(outcome.steps)
     log.info("feedback_decided", offset=offset, **msgspec.to_builtins(outcome))

@@ -1,6 +1,6 @@
 """A feedback record on its way through the editor: read, parsed, decided.
 
-The facts of a decision are an `EditResult` of `pipeline.editing`, made once and passed on as it is.
+The facts of a decision are an `DecisionResult` of `pipeline.editing`, made once and passed on as it is.
 """
 
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.editing import EditResult
+from gracestream.pipeline.editing import DecisionResult
 from gracestream.schemas.deltas import Standing
 from gracestream.schemas.messages import Feedback
 
@@ -32,7 +32,7 @@ class FeedbackRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParsedFeedback:
-    """A parsed record: feedback that may edit, or the result of feedback that may not.
+    """A parsed record: accepted feedback, or the result of a record that needs no decision.
 
     Attributes:
         record: The record.
@@ -47,7 +47,7 @@ class ParsedFeedback:
     record: FeedbackRecord
     feedback: Feedback | None = None
     headers: Headers = ()
-    early_result: EditResult | None = None
+    early_result: DecisionResult | None = None
     copy_of_offset: int | None = None
     standing: Standing | UnsetType = UNSET
 
@@ -68,7 +68,7 @@ class DecidedFeedback:
     """
 
     record: FeedbackRecord = field(repr=False)
-    result: EditResult
+    result: DecisionResult
     headers: Headers = ()
 
     @property

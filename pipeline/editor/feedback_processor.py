@@ -1,8 +1,8 @@
-"""Processes one feedback record: authorisation, then the decision of the engine.
+"""Processes one feedback record: admission, then the decision of the engine.
 
 Phases, in the order of offsets (docs/explanation/method.md):
 
-1. `parse`: decode the record, and check whether its sender may edit.
+1. `parse`: decode the record, and check whether it is accepted.
 2. `draft_values`: train the values of several waiting corrections as one batch.
 3. `decide`: make the decision. It changes nothing before the engine applies its delta.
 
@@ -20,9 +20,9 @@ from msgspec import UNSET
 from gracestream.pipeline.auth import Admission, DuplicateFeedback, FeedbackRejected, mark_header
 from gracestream.pipeline.device import raise_if_device_lost
 from gracestream.pipeline.editing import (
+    DecisionResult,
     DraftValue,
     EditEngine,
-    EditResult,
     History,
     NoChangeDecision,
     committed_outcome,
@@ -44,7 +44,7 @@ class FeedbackProcessor:
 
     Args:
         engine: Decides on feedback.
-        admission: Decides who may edit.
+        admission: Decides which feedback is accepted.
         history: The log, for undos and for outcomes that are missing.
         max_bytes: The largest record.
         refresh_traffic: Called before each decision on a correction.
@@ -76,7 +76,7 @@ class FeedbackProcessor:
         self._admission.catch_up()
 
     def parse(self, record: FeedbackRecord) -> ParsedFeedback:
-        """Decode one record, and check whether it may edit."""
+        """Decode one record, and check whether it is accepted."""
         offset, value = record.offset, record.value or b""
         try:
             feedback = decode(record.value, Feedback, self._max_bytes)
@@ -85,7 +85,7 @@ class FeedbackProcessor:
             return ParsedFeedback(record, early_result=_unreadable_result(record.value, str(error)), headers=headers)
         if self._engine.memory.offsets.get(feedback.feedback_id) == offset:
             return ParsedFeedback(
-                record, early_result=EditResult(self._committed_outcome(feedback.feedback_id, offset))
+                record, early_result=DecisionResult(self._committed_outcome(feedback.feedback_id, offset))
             )
         try:
             accepted = self._admission.accept(feedback, value, offset, record.timestamp_ms)
@@ -158,7 +158,7 @@ class FeedbackProcessor:
         self._history.for_each_delta(continue_search)
         return committed_outcome(matches[0])
 
-    def _resolve_copy(self, result: EditResult, first_offset: int | None) -> EditResult:
+    def _resolve_copy(self, result: DecisionResult, first_offset: int | None) -> DecisionResult:
         """The result of a copy of signed feedback: `unchanged` if the original is in force, else the rejection.
 
         Other results are returned as they are.
@@ -168,9 +168,9 @@ class FeedbackProcessor:
             return result
         if outcome.feedback_id in memory.undone_ids():
             return result
-        return EditResult(msgspec.structs.replace(outcome, status="unchanged"))
+        return DecisionResult(msgspec.structs.replace(outcome, status="unchanged"))
 
-    def _run_engine(self, feedback: Feedback, parsed: ParsedFeedback, draft: DraftValue | None) -> EditResult:
+    def _run_engine(self, feedback: Feedback, parsed: ParsedFeedback, draft: DraftValue | None) -> DecisionResult:
         """The engine's decision; a failure of the model rejects the feedback."""
         offset, standing = parsed.offset, parsed.standing
         if feedback.is_correction:
@@ -183,11 +183,13 @@ class FeedbackProcessor:
             return self._engine.edit(feedback, offset, draft=draft, standing=standing)
         except Exception as error:  # a record that breaks the model must not stop the stream
             result = model_failure(feedback, error)
-            log.exception("edit_failed", offset=offset, consequence="this feedback is rejected, and the editor goes on")
+            log.exception(
+                "decision_failed", offset=offset, consequence="this feedback is rejected, and the editor goes on"
+            )
             return result
 
 
-def model_failure(feedback: Feedback, error: Exception) -> EditResult:
+def model_failure(feedback: Feedback, error: Exception) -> DecisionResult:
     """The rejection of feedback on which the model failed.
 
     Raises:
@@ -211,10 +213,10 @@ def _spent_headers(mark: bytes | None) -> Headers:
     return () if mark is None else (mark_header(mark),)
 
 
-def _unreadable_result(value: bytes | None, reason: str) -> EditResult:
+def _unreadable_result(value: bytes | None, reason: str) -> DecisionResult:
     """A dead letter for an unreadable record, and a rejection if its id can be read."""
     feedback_id = peek_id(value, "feedback_id")
     outcome = None
     if feedback_id is not None:
         outcome = Outcome(v=SCHEMA_VERSION, feedback_id=feedback_id, status="rejected", reason=reason)
-    return EditResult(outcome, dead_letter_reason=reason)
+    return DecisionResult(outcome, dead_letter_reason=reason)

@@ -9,7 +9,7 @@ import numpy as np
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.experiments.editors.editor import EditOutcome, ModelEditor
 from gracestream.pipeline.experiments.evaluation import MAX_ANSWER_TOKENS, Evaluator, ExampleScore
-from gracestream.pipeline.experiments.tasks import Edit, Example, ExperimentTask
+from gracestream.pipeline.experiments.tasks import Example, ExperimentTask, TaskCorrection
 from gracestream.pipeline.model import EditableModel, InputError
 from gracestream.schemas.messages import Parameters
 
@@ -106,9 +106,9 @@ class EditStream:
         accurate = [example for example, score in scored if score.exact]
         unedited_states = self.editor.state_keys([*self.task.unrelated, *self._all_rephrases()])
         for count in sorted({0, *measure_after}):
-            for edit in self.task.edits[len(self.outcomes) : count]:
-                self.outcomes.append(self.editor.edit(len(self.outcomes), edit.example))
-                self.edit_scores += self.evaluator.score(self.editor, [edit.example])
+            for correction in self.task.edits[len(self.outcomes) : count]:
+                self.outcomes.append(self.editor.edit(len(self.outcomes), correction.example))
+                self.edit_scores += self.evaluator.score(self.editor, [correction.example])
                 self.on_correction()
             # The unedited states cover all rephrases; `_measure` selects those of the corrections so far.
             yield self._measure(unedited_scores, accurate, unedited_states)
@@ -124,7 +124,7 @@ class EditStream:
         is_reached = [current != original for current, original in zip(states, unedited_states, strict=True)]
         # `is_reached` has the unrelated texts first, then the rephrases in the order of the edits.
         unrelated = len(self.task.unrelated)
-        rephrases = sum(len(edit.rephrases) for edit in past)
+        rephrases = sum(len(correction.rephrases) for correction in past)
         return Measurement(
             corrections=count,
             edits=len(edits),
@@ -132,13 +132,13 @@ class EditStream:
             entries=self.editor.num_entries,
             seconds=_mean([self.outcomes[index].seconds for index in edits]),
             es=MeanScore.from_scores([self.edit_scores[index] for index in edits]),
-            err=MeanScore.from_scores(self._scores([edit.example for edit in past])),
+            err=MeanScore.from_scores(self._scores([correction.example for correction in past])),
             trr=MeanScore.from_scores(retention_scores),
             arr=MeanScore.from_scores(self._scores(accurate)),
             rephrases=MeanScore.from_scores(
-                self._scores([example for edit in past for example in _rephrase_examples(edit)])
+                self._scores([example for correction in past for example in _rephrase_examples(correction)])
             ),
-            coming=MeanScore.from_scores(self._scores([edit.example for edit in coming])),
+            coming=MeanScore.from_scores(self._scores([correction.example for correction in coming])),
             agreement=_mean(
                 [
                     current.predicted_tokens == original.predicted_tokens
@@ -151,7 +151,7 @@ class EditStream:
 
     def _all_rephrases(self) -> list[str]:
         """The rephrases of all corrections, in order."""
-        return [text for edit in self.task.edits for text in edit.rephrases]
+        return [text for correction in self.task.edits for text in correction.rephrases]
 
     def _scores(self, examples: Sequence[Example]) -> list[ExampleScore]:
         return self.evaluator.score(self.editor, examples)
@@ -202,7 +202,11 @@ def drop_unsupported(task: ExperimentTask, model: EditableModel) -> tuple[Experi
             return False
         return True
 
-    edits = [edit for edit in task.edits if all(map(is_supported, (edit.example, *_rephrase_examples(edit))))]
+    edits = [
+        correction
+        for correction in task.edits
+        if all(map(is_supported, (correction.example, *_rephrase_examples(correction))))
+    ]
     supported = replace(
         task,
         edits=edits,
@@ -226,8 +230,8 @@ def _count_texts(task: ExperimentTask) -> int:
     return sum(len(part) for part in parts)
 
 
-def _rephrase_examples(edit: Edit) -> list[Example]:
-    return [Example(text, edit.example.target) for text in edit.rephrases]
+def _rephrase_examples(correction: TaskCorrection) -> list[Example]:
+    return [Example(text, correction.example.target) for text in correction.rephrases]
 
 
 def _mean(numbers: Sequence[float]) -> float:

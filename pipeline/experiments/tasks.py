@@ -55,8 +55,8 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Edit:
-    """A correction; `rephrases` are other prompts with the same target."""
+class TaskCorrection:
+    """A correction of a task; `rephrases` are other prompts with the same target."""
 
     example: Example
     rephrases: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class ExperimentTask:
 
     name: str
     measure: Measure
-    edits: list[Edit]
+    edits: list[TaskCorrection]
     retention: list[Example]
     accurate: list[Example] = field(default_factory=list)
     unrelated: list[str] = field(default_factory=list)
@@ -120,12 +120,12 @@ def zsre(prompt_format: PromptFormat = format_question) -> ExperimentTask:
     """
     rows = read_rows(ZSRE_FILE, ZsreRow)
     edits = _deduplicate(
-        Edit(Example(prompt_format(row.src), row.answers[0], row.subject), (prompt_format(row.rephrase),))
+        TaskCorrection(Example(prompt_format(row.src), row.answers[0], row.subject), (prompt_format(row.rephrase),))
         for row in rows
     )
     unrelated = (prompt_format(row.loc.removeprefix("nq question: ")) for row in rows)
     num_edited = len(edits) - len(edits) // HELD_OUT_DIVISOR
-    accurate = [edit.example for edit in edits[num_edited:]]
+    accurate = [correction.example for correction in edits[num_edited:]]
     return replace(_fact_task("zsre", edits[:num_edited], unrelated, prompt_format), accurate=accurate)
 
 
@@ -159,7 +159,9 @@ def counterfact() -> ExperimentTask:
         DataError: the data are missing or malformed.
     """
     rows = read_rows(COUNTERFACT_FILE, CounterFactRow)
-    edits = _deduplicate(Edit(Example(row.prompt, row.target_new, row.subject), (row.rephrase_prompt,)) for row in rows)
+    edits = _deduplicate(
+        TaskCorrection(Example(row.prompt, row.target_new, row.subject), (row.rephrase_prompt,)) for row in rows
+    )
     return _fact_task("counterfact", edits, (row.locality_prompt for row in rows), format_question)
 
 
@@ -170,7 +172,7 @@ def hallucination() -> ExperimentTask:
         DataError: the data are missing or malformed.
     """
     rows = read_rows("hallucination_edit_450.jsonl.gz", BiographyRow)
-    edits = _deduplicate(Edit(Example(row.prompt, row.target_new, row.subject)) for row in rows)
+    edits = _deduplicate(TaskCorrection(Example(row.prompt, row.target_new, row.subject)) for row in rows)
     other_rows = read_rows("hallucination_other_306.jsonl.gz", BiographyRow)
     web_examples = (_cut_between_words(row.locality_prompt, row.locality_ground_truth) for row in rows)
     retention = [example for example in web_examples if example.inputs and example.target]
@@ -199,7 +201,7 @@ def scotus() -> ExperimentTask:
     Raises:
         DataError: the data are missing or malformed.
     """
-    edits = _deduplicate(Edit(example) for example in _court_cases(EDIT_TERMS))
+    edits = _deduplicate(TaskCorrection(example) for example in _court_cases(EDIT_TERMS))
     traffic = [case.inputs for case in _court_cases(TRAINING_TERMS)]
     return ExperimentTask(
         "scotus", "accuracy", edits, _relabel_for_training(_court_cases(RETENTION_TERMS)), traffic=traffic
@@ -229,7 +231,9 @@ def _court_cases(terms: tuple[int, int]) -> list[Example]:
     return [Example(f"{row.facts} {row.question}", ISSUE_AREAS[row.issue_area - 1]) for row in rows]
 
 
-def _fact_task(name: str, edits: list[Edit], unrelated: Iterable[str], prompt_format: PromptFormat) -> ExperimentTask:
+def _fact_task(
+    name: str, edits: list[TaskCorrection], unrelated: Iterable[str], prompt_format: PromptFormat
+) -> ExperimentTask:
     """A task of facts, with retention and traffic from Natural Questions."""
     traffic, retention = _natural_questions(prompt_format)
     return ExperimentTask(name, "f1", edits, retention, unrelated=_without_edited(unrelated, edits), traffic=traffic)
@@ -245,18 +249,18 @@ def _natural_questions(prompt_format: PromptFormat) -> tuple[list[str], list[Exa
     ]
 
 
-def _deduplicate(edits: Iterable[Edit]) -> list[Edit]:
+def _deduplicate(edits: Iterable[TaskCorrection]) -> list[TaskCorrection]:
     """The edits without repeated prompts (the first one stays) and without blank targets."""
-    by_prompt: dict[str, Edit] = {}
-    for edit in edits:
-        if edit.example.target.strip():
-            by_prompt.setdefault(edit.example.inputs, edit)
+    by_prompt: dict[str, TaskCorrection] = {}
+    for correction in edits:
+        if correction.example.target.strip():
+            by_prompt.setdefault(correction.example.inputs, correction)
     return list(by_prompt.values())
 
 
-def _without_edited(texts: Iterable[str], edits: Iterable[Edit]) -> list[str]:
+def _without_edited(texts: Iterable[str], edits: Iterable[TaskCorrection]) -> list[str]:
     """The distinct texts that are not prompts of the edits."""
-    edited = {edit.example.inputs for edit in edits}
+    edited = {correction.example.inputs for correction in edits}
     return [text for text in dict.fromkeys(texts) if text not in edited]
 
 

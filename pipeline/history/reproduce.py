@@ -27,10 +27,10 @@ from msgspec import UNSET, Struct, UnsetType
 
 from gracestream.pipeline.codebook import Codebook, original_setting_hint
 from gracestream.pipeline.editing import (
+    DecisionResult,
     DraftValue,
     EditConfig,
     EditEngine,
-    EditResult,
     NoChangeDecision,
     RecordedInputs,
     decide_exception,
@@ -238,7 +238,7 @@ class ReproductionRun:
         context: DecisionContext | None,
         standing: Standing | UnsetType,
         batch_offsets: tuple[int, ...] = (),
-    ) -> EditResult:
+    ) -> DecisionResult:
         """The engine's decision, made as the editor makes it; `context` are the recorded inputs."""
         try:
             if feedback.is_undo:

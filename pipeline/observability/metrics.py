@@ -115,8 +115,8 @@ FEEDBACK_BLOCKED = Gauge(
     "Feedback records behind a transaction that was left open.",
     registry=EDITOR_REGISTRY,
 )
-EDIT_SECONDS = Histogram(
-    "gracestream_edit_seconds",
+DECISION_SECONDS = Histogram(
+    "gracestream_decision_seconds",
     "From reading a feedback record to publishing its delta.",
     buckets=LATENCY_BUCKETS_SECONDS,
     registry=EDITOR_REGISTRY,
@@ -127,8 +127,8 @@ TRANSACTION_SECONDS = Histogram(
     buckets=LATENCY_BUCKETS_SECONDS,
     registry=EDITOR_REGISTRY,
 )
-EDIT_STEPS = Histogram(
-    "gracestream_edit_steps",
+TRAINING_STEPS = Histogram(
+    "gracestream_training_steps",
     "Optimisation steps of a value.",
     buckets=(1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000),
     registry=EDITOR_REGISTRY,

@@ -57,11 +57,11 @@ class EditingSettings(SettingsGroup):
     max_steps: int = Field(
         100,
         ge=1,
-        description="Limit on the optimisation steps of an edit; for targets over 16 tokens, proportionally higher.",
+        description="Limit on the optimisation steps of a value; for targets over 16 tokens, proportionally higher.",
     )
     learning_rate: FiniteFloat = Field(2.0, gt=0, le=1e6, description="Adam's learning rate for values.")
     stop_margin: FiniteFloat = Field(3.0, ge=0, description="Logit margin at which a value counts as trained.")
-    edit_batch_size: int = Field(
+    training_batch_size: int = Field(
         16, ge=1, le=64, description="Limit on the waiting corrections whose values are trained in one batch."
     )
     value_init: Literal["layer", "label", "random"] = Field(

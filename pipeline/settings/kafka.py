@@ -57,7 +57,7 @@ class KafkaSettings(SettingsGroup):
         gt=0,
         le=7 * 24 * 3600,
         validation_alias="GRACESTREAM_STALL_TIMEOUT",
-        description="Seconds after which a batch or an edit is stalled: `/live` answers 503, another worker takes it.",
+        description="Seconds after which a batch or a decision is stalled: `/live` answers 503, others take it.",
     )
     max_record_bytes: int = Field(
         262_144,

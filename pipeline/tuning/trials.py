@@ -90,7 +90,7 @@ class TrialResult(Struct, frozen=True):
         about: Other requests about a trial's subject that an entry captures.
         broken: Captured texts whose answer is neither the entry's target nor the unedited answer.
         nearer: Rephrases that are nearer to their own correction than to any other request.
-        seconds: Mean training time of one edit, in batches: CPU seconds on a CPU, wall-clock seconds on another device.
+        seconds: Mean training time of a value in a batch: CPU seconds on a CPU, else wall-clock seconds.
         reasons: Reasons why value training failed, the most frequent first.
     """
 

@@ -8,7 +8,7 @@ from typing import Any
 from kafka.admin import MemberToRemove
 from kafka.structs import OffsetAndMetadata
 
-from gracestream.pipeline.editing.result import EditResult
+from gracestream.pipeline.editing.result import DecisionResult
 from gracestream.pipeline.editor.feedback import DecidedFeedback, FeedbackRecord
 from gracestream.pipeline.editor.log import EditorLog
 from gracestream.pipeline.kafka.clients import admin, consumer, producer
@@ -34,7 +34,7 @@ def decided(
     value: bytes | None = None,
 ) -> DecidedFeedback:
     """The decision on a feedback record."""
-    return DecidedFeedback(FeedbackRecord(offset, 0, key, value), EditResult(outcome, delta, dead_letter_reason))
+    return DecidedFeedback(FeedbackRecord(offset, 0, key, value), DecisionResult(outcome, delta, dead_letter_reason))
 
 
 class Cluster:

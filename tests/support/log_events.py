@@ -72,7 +72,7 @@ MEANINGS = {
         "feedback_dead_lettered": "A record of `feedback` cannot be read.",
         "feedback_blocked": "A producer has left a transaction open on `feedback`.",
         "draft_training_failed": "The values of a batch of corrections could not be trained together.",
-        "edit_failed": "The model failed on a correction, an undo or an exception.",
+        "decision_failed": "The model failed on a correction, an undo or an exception.",
         "traffic_catch_up_incomplete": "The editor did not read all requests that were sent before a correction.",
         "traffic_request_skipped": "The model failed on a request that was to join the traffic sample.",
         "redis_command_rejected": "Redis rejected a command of the editor.",

@@ -43,7 +43,7 @@ GOLDEN_EXAMPLES = {
     "request": "request-parameters",
     "prediction": "prediction-generator",
     "feedback": "feedback-correction",
-    "edit": "edit-added",
+    "outcome": "outcome-added",
     "snapshot": "snapshot-offset",
 }
 """The golden record that serves as the example of each JSON message."""

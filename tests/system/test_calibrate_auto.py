@@ -56,7 +56,7 @@ def test_it_prints_a_table_and_settings_that_an_editor_takes(
     command = auto("--layer", LAYER, "--false-positives", "1", "--plot", str(plot), max_steps=150)
     assert status_of(command) == 0, command.stderr()
     printed = command.stdout().splitlines()
-    assert any("rephrases" in line and "s/edit" in line for line in printed)
+    assert any("rephrases" in line and "s/value" in line for line in printed)
     assert "queries of an encoder are not tried" in command.stderr()
     assert "Settings to use" in command.stderr()
     variables = dict(line.split("=", 1) for line in printed if line.startswith("GRACESTREAM_"))

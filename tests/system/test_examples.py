@@ -70,7 +70,7 @@ def test_the_client_sees_its_own_correction(deployment: Deployment) -> None:
     assert done.returncode == 0, done.stderr
     before, edit, after = done.stdout.splitlines()
     assert "museum" not in before
-    assert edit.startswith("edit:   added as delta ")
+    assert edit.startswith("outcome: added as delta ")
     assert "text='museum'" in after
 
 

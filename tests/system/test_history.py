@@ -387,7 +387,7 @@ def test_an_entry_tells_who_made_it_changed_it_and_hits_it(story: Running, run: 
 def test_what_waited_is_trained_together_and_reproduced_to_the_bit(
     deploy: Callable[..., Settings], run: Run, folder: Path, users_of: Callable[[Settings], Users]
 ) -> None:
-    settings = deploy("llama", f"t{secrets.token_hex(4)}-", edit_batch_size=4)
+    settings = deploy("llama", f"t{secrets.token_hex(4)}-", training_batch_size=4)
     given = [flag(f"f{number}", text, "museum") for number, text in enumerate(texts(10, seed=21, shortest=5))]
     users = users_of(settings)
     users.client.send([*given[:6], Feedback(v=1, feedback_id="u", undo="f1"), *given[6:]])

@@ -30,7 +30,7 @@ def test_the_next_editor_completes_a_torn_transaction(
     deployment: Settings, users: Users, folder: Path, run: Callable[..., Command], kept: tuple[str, ...]
 ) -> None:
     given = [flag(f"f{number}", prompt, TARGETS[number]) for number, prompt in enumerate(PROMPTS)]
-    torn = Forked("torn", "edit", deployment, folder, sabotage=partial(tear, *kept, turn=2), edit_batch_size=1)
+    torn = Forked("torn", "edit", deployment, folder, sabotage=partial(tear, *kept, turn=2), training_batch_size=1)
     with torn:
         torn.wait_ready()
         users.client.send(given[:2])

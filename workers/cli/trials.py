@@ -138,7 +138,7 @@ def _print_result(
             "Shares with 95 % intervals. 'edited': trial edits that work; 'kept': working edits that hold at the end;"
             " 'rephrases', 'forms': rephrases and other spellings that get the target; 'others', 'about': wrongly"
             " captured requests, of your file and about the same subjects; 'broken': captured texts with neither the"
-            f" target nor the unedited answer; 's/edit': seconds of training an edit{rest_note}."
+            f" target nor the unedited answer; 's/value': seconds of training a value{rest_note}."
         )
     for finding in advice.findings:
         stderr_console.print(finding)
@@ -153,7 +153,7 @@ def _print_result(
 
 
 def _trials_table(rows: Sequence[TrialResult]) -> Table:
-    table = Table(Column("layer", overflow="fold"), "query", "radius", *SHARE_COLUMNS, "s/edit")
+    table = Table(Column("layer", overflow="fold"), "query", "radius", *SHARE_COLUMNS, "s/value")
     for row in rows:
         shares = (_share_cell(getattr(row, name)) for name in SHARE_COLUMNS)
         table.add_row(row.layer, row.query, row.radius, *shares, f"{row.seconds:.1f}")

@@ -11,7 +11,7 @@ import torch
 from gracestream.pipeline.codebook import Codebook, CodebookLookup, KeyIndex
 from gracestream.pipeline.experiments.editors.editor import EditOutcome
 from gracestream.pipeline.experiments.editors.queries import QueryCache
-from gracestream.pipeline.experiments.tasks import Edit, Example
+from gracestream.pipeline.experiments.tasks import Example, TaskCorrection
 from gracestream.pipeline.model import Batch, EditableModel
 from gracestream.pipeline.search import NO_SLOT
 
@@ -64,9 +64,9 @@ class CodebookEditor(ABC):
         ).slots_B.tolist()
         return slots
 
-    def served_counts(self, edits: Sequence[Edit]) -> list[ServedCounts]:
+    def served_counts(self, edits: Sequence[TaskCorrection]) -> list[ServedCounts]:
         """The counts of each entry that serves one of these corrections, by rephrases in descending order."""
-        corrections = Counter(self.matched_slots([edit.example.inputs for edit in edits]))
-        rephrases = Counter(self.matched_slots([text for edit in edits for text in edit.rephrases]))
+        corrections = Counter(self.matched_slots([correction.example.inputs for correction in edits]))
+        rephrases = Counter(self.matched_slots([text for correction in edits for text in correction.rephrases]))
         counts = [ServedCounts(count, rephrases[slot]) for slot, count in corrections.items() if slot != NO_SLOT]
         return sorted(counts, key=lambda served: (-served.rephrases, -served.edits))

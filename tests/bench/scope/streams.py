@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from gracestream.pipeline.experiments.data import CounterFactRow, find_data_file, read_rows
-from gracestream.pipeline.experiments.tasks import COUNTERFACT_FILE, Edit, counterfact, format_question, zsre
+from gracestream.pipeline.experiments.tasks import COUNTERFACT_FILE, TaskCorrection, counterfact, format_question, zsre
 from tests.bench.scope.cases import Case, Correction, Part, Stream
 from tests.bench.scope.forms import FORMS, ITSELF, CaseKind, related
 
@@ -126,12 +126,12 @@ def counterfact_stream(part: Part, edits: int, forms: int) -> Stream:
     neighbours = _neighbours()
     corrections = [
         Correction(
-            edit.example.inputs,
-            edit.example.target,
-            edit.example.inputs,
-            {"paraphrase": edit.rephrases, "neighbour": neighbours[edit.example.inputs]},
+            correction.example.inputs,
+            correction.example.target,
+            correction.example.inputs,
+            {"paraphrase": correction.rephrases, "neighbour": neighbours[correction.example.inputs]},
         )
-        for edit in _first(task.edits, part)[:edits]
+        for correction in _first(task.edits, part)[:edits]
     ]
     kinds = (ITSELF, related("paraphrase", applies=True), *FORMS, related("neighbour", applies=False))
     return Stream("counterfact", corrections, list(make_cases(corrections, kinds, part, forms)), task.traffic)
@@ -195,25 +195,25 @@ STREAMS: Mapping[str, Callable[[Part, int, int], Stream]] = {
 """The makers of streams by name. Their arguments: the part, the number of corrections, and of those with forms."""
 
 
-def _first(edits: Sequence[Edit], part: Part) -> Sequence[Edit]:
+def _first(edits: Sequence[TaskCorrection], part: Part) -> Sequence[TaskCorrection]:
     return edits[:HELD_OUT_ROWS] if part == "held-out" else edits[HELD_OUT_ROWS:]
 
 
-def _same_question(chosen: Sequence[Edit], edits: Sequence[Edit]) -> list[tuple[str, ...]]:
+def _same_question(chosen: Sequence[TaskCorrection], edits: Sequence[TaskCorrection]) -> list[tuple[str, ...]]:
     """For each edit, one unedited question that differs only in the subject, if the data have one."""
-    edited = {edit.example.inputs for edit in chosen}
+    edited = {correction.example.inputs for correction in chosen}
     by_template: dict[str, list[str]] = {}
-    for edit in edits:
-        by_template.setdefault(_template(edit), []).append(edit.example.inputs)
+    for correction in edits:
+        by_template.setdefault(_template(correction), []).append(correction.example.inputs)
     found = []
-    for edit in chosen:
-        others = [text for text in by_template[_template(edit)] if text not in edited]
-        found.append(tuple(others[:1]) if edit.example.subject in edit.example.inputs else ())
+    for correction in chosen:
+        others = [text for text in by_template[_template(correction)] if text not in edited]
+        found.append(tuple(others[:1]) if correction.example.subject in correction.example.inputs else ())
     return found
 
 
-def _template(edit: Edit) -> str:
-    return edit.example.inputs.replace(edit.example.subject, "\0")
+def _template(correction: TaskCorrection) -> str:
+    return correction.example.inputs.replace(correction.example.subject, "\0")
 
 
 def _neighbours() -> dict[str, tuple[str, ...]]:

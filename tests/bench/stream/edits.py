@@ -20,7 +20,7 @@ from gracestream.pipeline.codebook.lookup import FoundEntry, if_serving
 from gracestream.pipeline.editing.candidate import DraftValue, RecordedInputs
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.result import EditResult, make_correction
+from gracestream.pipeline.editing.result import DecisionResult, make_correction
 from gracestream.pipeline.editing.value_training import TrainedValue
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.tasks.base import InputError
@@ -104,11 +104,11 @@ class Stopwatch:
         return result
 
 
-Decide = Callable[[EditEngine, Feedback, int, Stopwatch], EditResult]
+Decide = Callable[[EditEngine, Feedback, int, Stopwatch], DecisionResult]
 """Decides on a correction: the feedback at an offset."""
 
 
-def decide_with_training(engine: EditEngine, feedback: Feedback, offset: int, seconds: Stopwatch) -> EditResult:
+def decide_with_training(engine: EditEngine, feedback: Feedback, offset: int, seconds: Stopwatch) -> DecisionResult:
     """Decide as the editor worker does. The engine caches the radius, so a first call measures it separately."""
     assert isinstance(feedback.inputs, str)
     inputs = feedback.inputs
@@ -121,7 +121,7 @@ def decide_with_training(engine: EditEngine, feedback: Feedback, offset: int, se
     return seconds.measure("edit", lambda: engine.edit(feedback, offset))
 
 
-def decide_with_given_value(engine: EditEngine, feedback: Feedback, offset: int, seconds: Stopwatch) -> EditResult:
+def decide_with_given_value(engine: EditEngine, feedback: Feedback, offset: int, seconds: Stopwatch) -> DecisionResult:
     """Decide as in a replay with a known value: the unchanged output of the layer."""
     assert isinstance(feedback.inputs, str)
     assert feedback.target is not UNSET

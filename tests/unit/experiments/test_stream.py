@@ -13,7 +13,7 @@ from gracestream.pipeline.experiments.editors.grace import Grace
 from gracestream.pipeline.experiments.editors.known import EDITOR_FACTORIES
 from gracestream.pipeline.experiments.evaluation import Evaluator
 from gracestream.pipeline.experiments.stream import EditStream, Measurement, drop_unsupported
-from gracestream.pipeline.experiments.tasks import TASKS, Edit, Example, ExperimentTask
+from gracestream.pipeline.experiments.tasks import TASKS, Example, ExperimentTask, TaskCorrection
 from gracestream.pipeline.model.batch import Batch
 from gracestream.workers.cli.experiments import EditorName, ExperimentName
 from tests.support.tiny_models import editable, texts
@@ -29,7 +29,7 @@ def task(edits: int = 6) -> ExperimentTask:
     return ExperimentTask(
         "tiny",
         "accuracy",
-        [Edit(example, (example.inputs,)) for example in examples[:edits]],
+        [TaskCorrection(example, (example.inputs,)) for example in examples[:edits]],
         retention=examples[10:20],
         unrelated=TEXTS[20:],
     )
@@ -78,7 +78,7 @@ def test_edits_are_what_was_needed_whether_it_succeeded_or_not(failed: str) -> N
     examples = [edit.example for edit in task(9).edits]
     scores = [one.exact for one in Evaluator(model, "accuracy").score(GivenResults(), examples)]
     right, wrong = (examples[scores.index(which)] for which in (True, False))
-    given = replace(task(), edits=[Edit(right), Edit(wrong), Edit(wrong)])
+    given = replace(task(), edits=[TaskCorrection(right), TaskCorrection(wrong), TaskCorrection(wrong)])
     *_, after = EditStream(given, GivenResults("unchanged", failed, "added"), Evaluator(model, "accuracy")).run([3])
     assert (after.corrections, after.edits, after.failed, after.edits_per_entry) == (3, 2, 1, 0.5)
     assert after.seconds == (10 + 100) / 2
@@ -126,7 +126,11 @@ def test_what_the_model_cannot_take_is_left_out_and_counted() -> None:
     given, long = task(), " ".join(["river"] * 60)
     given = replace(
         given,
-        edits=[*given.edits, Edit(Example(long, "right")), Edit(Example(TEXTS[0], "no such label"))],
+        edits=[
+            *given.edits,
+            TaskCorrection(Example(long, "right")),
+            TaskCorrection(Example(TEXTS[0], "no such label")),
+        ],
         retention=[*given.retention, Example(long, "right")],
         unrelated=[*given.unrelated, long],
     )

@@ -175,7 +175,7 @@ class TestAsyncApi:
 class TestGoldenJson:
     def test_there_is_one_of_every_message_and_status(self) -> None:
         assert {kind_of(path) for path in JSON_RECORDS} == {Request, Prediction, Feedback, Outcome, SnapshotManifest}
-        statuses = {json.loads(path.read_bytes())["status"] for path in V1.glob("edit-*.json")}
+        statuses = {json.loads(path.read_bytes())["status"] for path in V1.glob("outcome-*.json")}
         assert statuses == {"added", "expanded", "split", "replaced", "unchanged", "undone", "excepted", "rejected"}
 
     @by_stem
@@ -459,7 +459,7 @@ class TestGoldenDeltas:
 REQUEST = {"v": 1, "request_id": "r", "inputs": "x"}
 PREDICTION = {"v": 1, "request_id": "r", "codebook_seq": 0, "term": 0, "model": "m", "replica": "a", "latency_ms": 1.5}
 CORRECTION = {"v": 1, "feedback_id": "f", "inputs": "x", "target": "y"}
-EDIT = {"v": 1, "feedback_id": "f", "status": "added"}
+OUTCOME = {"v": 1, "feedback_id": "f", "status": "added"}
 BLANK = " \t\n"
 
 
@@ -512,10 +512,10 @@ BLANK = " \t\n"
         ("feedback", CORRECTION | {"rephrases": ["z", BLANK]}),
         ("feedback", CORRECTION | {"rephrases": ["z", "z"]}),
         ("feedback", CORRECTION | {"rephrases": [f"z{number}" for number in range(17)]}),
-        ("edit", EDIT | {"left_out": [{"rephrase": 0, "reason": "r"}]}),
-        ("edit", EDIT | {"status": "lost"}),
-        ("edit", EDIT | {"loss": None}),
-        ("edit", {"v": 1, "status": "added"}),
+        ("outcome", OUTCOME | {"left_out": [{"rephrase": 0, "reason": "r"}]}),
+        ("outcome", OUTCOME | {"status": "lost"}),
+        ("outcome", OUTCOME | {"loss": None}),
+        ("outcome", {"v": 1, "status": "added"}),
         ("snapshot", {"v": 1, "codebook": "default"}),
     ],
     ids=str,
@@ -538,7 +538,7 @@ def test_decoder_and_schema_reject_the_same(name: str, message: Any) -> None:
         ("feedback", {"v": 1, "feedback_id": "f", "inputs": "x", "except_from": "f0"}),
         ("feedback", {"v": 1, "feedback_id": "f", "undo": "f0", "rephrases": []}),
         ("feedback", CORRECTION | {"rephrases": [f"z{number}" for number in range(16)]}),
-        ("edit", EDIT),
+        ("outcome", OUTCOME),
     ],
     ids=str,
 )
