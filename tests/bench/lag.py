@@ -47,7 +47,7 @@ from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.settings import Settings, load_settings
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.workers import worker
-from tests.support.running import PATIENCE, Users, flag, llama, question, status, wait_until
+from tests.support.running import TIMEOUT, Users, flag, llama, question, status, wait_until
 from tests.support.tiny_models import WORDS, tokenizer
 
 CORRECTIONS, QUICK_CORRECTIONS = 60, 10
@@ -156,7 +156,7 @@ def _corrections(users: Users, ports: list[int], count: int) -> Iterator[Row]:
         with users.client.outcomes() as outcomes, users.client.predictions() as answers:
             started = time.monotonic()
             users.client.send([flag(f"f{number}", prompt, WORDS[number % 7])])
-            outcome = outcomes.wait([f"f{number}"], PATIENCE)[f"f{number}"]
+            outcome = outcomes.wait([f"f{number}"], TIMEOUT)[f"f{number}"]
             elapsed = {"outcome": time.monotonic() - started}
             seq, decided_in = outcome.seq, outcome.seconds
             if seq is UNSET or decided_in is UNSET:
@@ -167,7 +167,7 @@ def _corrections(users: Users, ports: list[int], count: int) -> Iterator[Row]:
             elapsed["live"] = time.monotonic() - started
             poll_seconds = time.monotonic() - polling_since
             users.client.send([question(f"q{number}", prompt, min_seq=seq)])
-            answers.wait([f"q{number}"], PATIENCE)
+            answers.wait([f"q{number}"], TIMEOUT)
             elapsed["answer"] = time.monotonic() - started - poll_seconds
         if number:  # the first correction warms up
             decision_seconds.append(decided_in)

@@ -112,7 +112,7 @@ class Site:
         """End whatever still runs."""
         for worker in (*self.editors, *self.replicas):
             if worker.running:
-                worker.go_on()
+                worker.resume()
                 worker.kill()
         self._follower.close()
 

@@ -22,7 +22,7 @@ from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.stores.redis_client import redis_client
 from tests.chaos.dying import STEPS, read_slowly
 from tests.chaos.site import Site
-from tests.support.running import BUDGETS, save_checkpoint, settings_for, wait_until
+from tests.support.running import LIMITS, save_checkpoint, settings_for, wait_until
 
 SILENCE = 2.0
 """Seconds for which a server or a network is away, beside those until a session ends."""
@@ -57,7 +57,7 @@ def site(kafka_of_its_own: LocalKafka, tmp_path: Path) -> Iterator[Site]:
             f"c{secrets.token_hex(3)}-",
             **{
                 **checkpoint.settings(),
-                **BUDGETS,
+                **LIMITS,
                 **SOON,
                 "cache_dir": tmp_path / "cache",
                 "redis_outage_grace": 0.6,
@@ -102,7 +102,7 @@ def editor_hangs(site: Site) -> None:
     others = [editor for editor in site.editors if editor is not stale]
     wait_until(lambda: any(editor.state()["leadership"] == "leading" for editor in others), 60, "another leader")
     site.correct(2)
-    stale.go_on()
+    stale.resume()
     assert stale.wait(60) == 1
     assert "another editor has" in stale.stderr()
     site.bury()
@@ -121,7 +121,7 @@ def replica_hangs(site: Site) -> None:
     site.replicas[0].pause()
     site.correct(2)
     time.sleep(site.settings.kafka.session_timeout + SILENCE)
-    site.replicas[0].go_on()
+    site.replicas[0].resume()
 
 
 def rebalance_while_one_catches_up(site: Site) -> None:

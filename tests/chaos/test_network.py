@@ -24,15 +24,15 @@ from tests.support.doubles.checker import Follower, Left, faults
 from tests.support.forked_commands import Forked
 from tests.support.kafka_proxy import PLANS, Fault, KafkaProxy, proxied_kafka
 from tests.support.running import (
-    BUDGETS,
+    LIMITS,
     Users,
     deltas_in_log,
     flag,
     records,
     save_checkpoint,
     settings_for,
+    wait_for_open_transactions,
     wait_until,
-    wait_until_settled,
 )
 from tests.support.tiny_models import texts
 
@@ -106,7 +106,7 @@ class Network:
 
     def left(self) -> Left:
         """Everything on the topics and in Redis, once both editors hold the same, which is the end of the log."""
-        wait_until_settled(self.settings, DELTAS, EDITS, FEEDBACK_DLQ)
+        wait_for_open_transactions(self.settings, DELTAS, EDITS, FEEDBACK_DLQ)
         wait_until(self._at_the_end, 60, "both editors and the head in Redis at the end of the log")
         store = self._store()
         reader = consumer(self.settings.kafka, group_id=self.settings.kafka.topic("editor"))
@@ -159,7 +159,7 @@ def network(
     kafka_behind_proxy: tuple[KafkaProxy, LocalKafka], redis_url: str, prefix: str, tmp_path: Path
 ) -> Iterator[Network]:
     proxy, server = kafka_behind_proxy
-    chosen = {**save_checkpoint("llama", tmp_path / "llama").settings(), **BUDGETS, "session_timeout": 6.0}
+    chosen = {**save_checkpoint("llama", tmp_path / "llama").settings(), **LIMITS, "session_timeout": 6.0}
     settings = settings_for(
         server.bootstrap, redis_url, prefix, **chosen, cache_dir=tmp_path / "cache", traffic_sample_size=0
     )

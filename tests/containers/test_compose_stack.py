@@ -25,7 +25,7 @@ from tests.support.deployment_files import COMPOSE_EXTERNAL, COMPOSE_GPU
 from tests.support.monitoring import alerts, expressions
 from tests.support.repository import ROOT
 from tests.support.running import (
-    BUDGETS,
+    LIMITS,
     Checkpoint,
     Users,
     flag,
@@ -45,7 +45,7 @@ EACH = 100
 """Corrections, at most, while a part is away."""
 
 PARTS = ("kafka", "redis", "editor", "inference")
-PATIENCE = 120.0
+TIMEOUT = 120.0
 """Seconds that a part may take to come back, or what waits for it to go on."""
 
 numbers = count()
@@ -60,7 +60,7 @@ def overlay(folder: Path, name: str, document: Mapping[str, Any]) -> Path:
 
 def serving(checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
     """What lets a worker serve this model, with more of its own."""
-    chosen = {**BUDGETS, "query_source": checkpoint.query}
+    chosen = {**LIMITS, "query_source": checkpoint.query}
     environment = {f"GRACESTREAM_{name.upper()}": str(value) for name, value in chosen.items()}
     return {"volumes": [f"{checkpoint.folder}:/model:ro"], "environment": environment, **more}
 
@@ -117,13 +117,13 @@ def users(stack: Compose) -> Iterator[Users]:
 def correct(users: Users, text: str, target: str = "river") -> Outcome:
     """Correct the answer to a text."""
     name = f"f{next(numbers)}"
-    return users.correct(flag(name, text, target), timeout=PATIENCE)[name]
+    return users.correct(flag(name, text, target), timeout=TIMEOUT)[name]
 
 
 def ask(users: Users, text: str, min_seq: int = 0) -> Prediction:
     """The answer to a text, of a replica that has the delta."""
     name = f"q{next(numbers)}"
-    return users.ask(question(name, text, min_seq=min_seq), timeout=PATIENCE)[name]
+    return users.ask(question(name, text, min_seq=min_seq), timeout=TIMEOUT)[name]
 
 
 def kill(container: Mapping[str, Any]) -> None:
@@ -168,7 +168,7 @@ class Traffic:
     def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
-        wait_until(lambda: (self.answers and self.outcomes) or self.failed, PATIENCE)
+        wait_until(lambda: (self.answers and self.outcomes) or self.failed, TIMEOUT)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -184,7 +184,7 @@ class Traffic:
                 while not self._over.is_set():
                     batch = [question(f"q{next(numbers)}", text) for text in PROMPTS[:8]]
                     self._users.client.send(batch)
-                    found = replies.wait([one.request_id for one in batch], PATIENCE)
+                    found = replies.wait([one.request_id for one in batch], TIMEOUT)
                     assert len(found) == len(batch), "a request got no prediction"
                     self.answers += found.values()
         except BaseException as error:  # noqa: BLE001 - shown by the thread that runs the test
@@ -197,7 +197,7 @@ class Traffic:
                 for text in self._corrections:
                     name = f"f{next(numbers)}"
                     client.send([flag(name, text, "river")])
-                    found = replies.wait([name], PATIENCE)
+                    found = replies.wait([name], TIMEOUT)
                     assert found, "a correction got no outcome"
                     self.outcomes += found.values()
                     if self._over.wait(0.5):
@@ -245,9 +245,9 @@ def test_replicas_come_and_go_and_the_others_stay(stack: Compose, users: Users) 
 
     def answered() -> bool:
         batch = [question(f"q{next(numbers)}", text) for text in PROMPTS]
-        return len({answer.replica for answer in users.ask(*batch, timeout=PATIENCE).values()}) == 3
+        return len({answer.replica for answer in users.ask(*batch, timeout=TIMEOUT).values()}) == 3
 
-    wait_until(answered, PATIENCE, "an answer of each of three replicas")
+    wait_until(answered, TIMEOUT, "an answer of each of three replicas")
     seq = assert_corrected(users, PROMPTS[1])
     stack.up("--scale", "inference=1")
     (left,) = stack.ids("inference")
@@ -265,11 +265,11 @@ def test_a_part_that_is_killed_under_load_comes_back_and_nothing_is_lost(
     corrected = PROMPTS[first : first + EACH]
     with Traffic(users, corrected) as traffic:
         kill(container)
-        wait_until(lambda: stack.inspect(part)[0]["RestartCount"] == container["RestartCount"] + 1, PATIENCE)
+        wait_until(lambda: stack.inspect(part)[0]["RestartCount"] == container["RestartCount"] + 1, TIMEOUT)
         stack.up()
         served, decided = len(traffic.answers), len(traffic.outcomes)
-        wait_until(lambda: len(traffic.answers) > served or traffic.failed, PATIENCE)
-        wait_until(lambda: len(traffic.outcomes) > decided or traffic.failed, PATIENCE)
+        wait_until(lambda: len(traffic.answers) > served or traffic.failed, TIMEOUT)
+        wait_until(lambda: len(traffic.outcomes) > decided or traffic.failed, TIMEOUT)
     assert stack.ids(part) == [container["Id"]]
     assert [outcome for outcome in traffic.outcomes if outcome.status != "added"] == []
     assert [answer for answer in traffic.answers if answer.error is not UNSET] == []
@@ -279,7 +279,7 @@ def test_a_part_that_is_killed_under_load_comes_back_and_nothing_is_lost(
         question(f"q{next(numbers)}", text, min_seq=outcome.seq)
         for outcome, text in zip(traffic.outcomes, corrected, strict=False)
     ]
-    answers = users.ask(*questions, timeout=PATIENCE)
+    answers = users.ask(*questions, timeout=TIMEOUT)
     assert {said(answer) for answer in answers.values()} == {"river"}
 
 
@@ -408,7 +408,7 @@ def prometheus(stack: Compose, users: Users) -> str:
         found = asked(address, "targets")["activeTargets"]
         return {one["labels"]["job"] for one in found if one["health"] == "up"} == {"editor", "inference"}
 
-    wait_until(scraped, PATIENCE)
+    wait_until(scraped, TIMEOUT)
     return address
 
 
@@ -416,7 +416,7 @@ def test_prometheus_reads_the_workers_and_evaluates_every_rule_and_panel(prometh
     def rules() -> list[dict[str, Any]]:
         return [rule for group in asked(prometheus, "rules")["groups"] for rule in group["rules"]]
 
-    wait_until(lambda: all(rule["health"] != "unknown" for rule in rules()), PATIENCE)
+    wait_until(lambda: all(rule["health"] != "unknown" for rule in rules()), TIMEOUT)
     assert {rule["name"] for rule in rules()} == alerts().keys()
     assert [rule["name"] for rule in rules() if rule["health"] != "ok"] == []
     for expression in expressions():

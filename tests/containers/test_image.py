@@ -18,7 +18,7 @@ from tests.containers.engine import EngineError
 from tests.containers.running import build_image
 from tests.containers.standins import require_images
 from tests.support.deployment_files import PROJECT
-from tests.support.forked_commands import as_given
+from tests.support.forked_commands import explicit_settings
 from tests.support.repository import ROOT
 from tests.support.running import Checkpoint, Users, flag, question, save_checkpoint, settings_for
 from tests.support.tiny_models import texts
@@ -171,7 +171,7 @@ def test_workers_of_it_answer_and_are_corrected(
             container = engine.containers.run(
                 IMAGE,
                 [command],
-                environment=to_environment_variables(as_given(inside)),
+                environment=to_environment_variables(explicit_settings(inside)),
                 network_mode="host",
                 read_only=True,
                 cap_drop=["ALL"],

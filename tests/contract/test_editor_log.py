@@ -9,8 +9,16 @@ from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, TOPICS
 from gracestream.pipeline.settings import load_settings
 from tests.support.doubles.kafka import MemoryKafka
-from tests.support.editor_clusters import Cluster, decided, half_written, next_offset, outcome_of, outcomes, values_of
-from tests.support.running import PATIENCE, headers_of, wait_until
+from tests.support.editor_clusters import (
+    Cluster,
+    decided,
+    next_offset,
+    outcome_of,
+    outcomes,
+    values_of,
+    write_half_a_transaction,
+)
+from tests.support.running import TIMEOUT, headers_of, wait_until
 
 
 class TestTransactions:
@@ -32,7 +40,7 @@ class TestTransactions:
 
     def test_an_editor_that_is_gone_before_its_commit_leaves_nothing(self, cluster: Cluster) -> None:
         log = cluster.leader()
-        half_written(cluster, log)
+        write_half_a_transaction(cluster, log)
         log.close()
         assert cluster.values(DELTAS) == [b"lead"]
         assert cluster.values(EDITS) == []
@@ -43,7 +51,7 @@ class TestTransactions:
 
     def test_what_is_open_ends_the_log_until_its_writer_is_fenced(self, cluster: Cluster) -> None:
         log = cluster.leader()
-        half_written(cluster, log)
+        write_half_a_transaction(cluster, log)
         cluster.send(DELTAS, b"after it")
         reader = cluster.editor()
         assert values_of(reader) == [b"lead"]
@@ -52,7 +60,7 @@ class TestTransactions:
 
     def test_a_commit_whose_answer_was_lost_is_found_in_the_log(self, cluster: Cluster) -> None:
         log = cluster.leader()
-        half_written(cluster, log)
+        write_half_a_transaction(cluster, log)
         log._writer.commit_transaction()
         log.close()
         list(log.read_new_deltas())
@@ -70,7 +78,7 @@ class TestTransactions:
         other = cluster.producer(transactional_id=f"{cluster.settings.kafka.topic_prefix}another")
         other.init_transactions()
         other.begin_transaction()
-        other.send(cluster.settings.kafka.topic(DELTAS), value=b"undecided", partition=0).get(timeout=PATIENCE)
+        other.send(cluster.settings.kafka.topic(DELTAS), value=b"undecided", partition=0).get(timeout=TIMEOUT)
         log = cluster.member()
         with pytest.raises(KafkaTimeoutError, match="holds records of a transaction that has not ended"):
             log.fence()
@@ -250,11 +258,11 @@ class TestPosition:
     ) -> None:
         cluster.send(FEEDBACK, b"one", b"two")
         for said in (None, b"\xff", b"-5", b"9" * 40, b""):
-            cluster.send_letter(said)
+            cluster.send_dead_letter(said)
         log = cluster.leader()
         assert log._next_feedback == 0
         log.close()
-        cluster.send_letter(b"999")
+        cluster.send_dead_letter(b"999")
         assert cluster.leader()._next_feedback == 2
 
     def test_a_rebalance_does_not_move_it(self, cluster: Cluster) -> None:

@@ -11,13 +11,13 @@ from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK
 from tests.support.editor_clusters import (
     Cluster,
     decided,
-    half_written,
+    end_session,
     next_offset,
     outcome_of,
     outcomes,
-    take_session,
+    write_half_a_transaction,
 )
-from tests.support.running import PATIENCE, headers_of, wait_until
+from tests.support.running import TIMEOUT, headers_of, wait_until
 
 
 class TestOneWriter:
@@ -47,12 +47,12 @@ class TestOneWriter:
 
     def test_who_is_fenced_in_the_middle_of_a_transaction_commits_none_of_it(self, cluster: Cluster) -> None:
         first = cluster.leader()
-        half_written(cluster, first)
+        write_half_a_transaction(cluster, first)
         second = cluster.member()
         second.fence()
         with pytest.raises(KafkaError):
             first._writer.send(cluster.settings.kafka.topic(DELTAS), value=b"too late", partition=0).get(
-                timeout=PATIENCE
+                timeout=TIMEOUT
             )
         first.close()  # which fences nobody, though kafka-python would ask for another epoch here
         cluster.settle(second, "elected")
@@ -85,7 +85,7 @@ class TestOneWriter:
 
     def test_who_falls_out_of_the_group_learns_it_from_poll(self, cluster: Cluster) -> None:
         log = cluster.leader()
-        take_session(cluster, log)
+        end_session(cluster, log)
         with pytest.raises(KafkaError) as raised:
             wait_until(lambda: log.poll(0.05) is not None)
         assert is_retriable(raised.value)
@@ -131,7 +131,7 @@ class TestStaying:
         cluster.send(FEEDBACK, b"f0")
         log = cluster.leader()
         assert next_offset(log) == 0
-        take_session(cluster, log)
+        end_session(cluster, log)
 
         def lost() -> bool:
             try:

@@ -21,19 +21,19 @@ from gracestream.pipeline.stores.redis_client import redis_client
 from gracestream.pipeline.stores.redis_head import RedisHeadStore
 from tests.support.doubles.kafka import MemoryKafka
 from tests.support.editor_clusters import Cluster
-from tests.support.forked_commands import Command, as_given
-from tests.support.running import Checkpoint, Users, go_on, save_checkpoint, settings_for
+from tests.support.forked_commands import Command, explicit_settings
+from tests.support.running import Checkpoint, Users, resume, save_checkpoint, settings_for
 from tests.support.secured_servers import SecuredKafka
 from tests.support.tiny_models import LAYER, MODEL
 
 __all__ = [
     "checkpoints",
     "cluster",
+    "codebook_replica_of",
     "deploy",
     "deployment",
     "folder",
     "logged",
-    "mirror_of",
     "own_kafka",
     "quick",
     "run",
@@ -79,7 +79,7 @@ def own_kafka(tmp_path: Path) -> Iterator[LocalKafka]:
     """A Kafka of the test's own, which may hang."""
     with LocalKafka(tmp_path / "kafka") as local:
         yield local
-        go_on(local)
+        resume(local)
 
 
 @pytest.fixture(params=["double", pytest.param("kafka", marks=pytest.mark.kafka)])
@@ -129,11 +129,11 @@ def users(deployment: Settings, users_of: Callable[[Settings], Users]) -> Users:
 
 
 @pytest.fixture
-def mirror_of() -> Iterator[Callable[..., CodebookReplica]]:
+def codebook_replica_of() -> Iterator[Callable[..., CodebookReplica]]:
     """Mirrors that have started as a replica's does, whose followers are closed at the end of the test."""
     followers: list[DeltaFollower] = []
 
-    def mirror(settings: Settings, model: str = MODEL, layer: str = LAYER) -> CodebookReplica:
+    def codebook_replica(settings: Settings, model: str = MODEL, layer: str = LAYER) -> CodebookReplica:
         codebook = Codebook(settings.model.codebook, model, layer)
         followers.append(DeltaFollower(settings.kafka))
         store = RedisHeadStore(redis_client(settings.redis), settings.kafka.topic_prefix, settings.model.codebook)
@@ -141,7 +141,7 @@ def mirror_of() -> Iterator[Callable[..., CodebookReplica]]:
         made.start()
         return made
 
-    yield mirror
+    yield codebook_replica
     for follower in followers:
         follower.close()
 
@@ -168,7 +168,7 @@ def run(folder: Path) -> Callable[..., Command]:
     ) -> Command:
         own = folder / secrets.token_hex(4)
         own.mkdir()
-        known = {"http_port": 0} | ({} if settings is None else as_given(settings))
+        known = {"http_port": 0} | ({} if settings is None else explicit_settings(settings))
         command = Command(arguments[0], arguments, own, given.encode(), **(known | chosen))
         command.run(within)
         return command

@@ -122,7 +122,7 @@ class Cluster:
         writer.flush()
         writer.close(timeout=5)
 
-    def send_letter(self, source_offset: bytes | None) -> None:
+    def send_dead_letter(self, source_offset: bytes | None) -> None:
         """A dead letter of feedback that says this of where it came from."""
         writer = self.producer()
         headers = [] if source_offset is None else [(SOURCE_OFFSET_HEADER, source_offset)]
@@ -162,7 +162,7 @@ def outcomes(cluster: Cluster) -> list[Outcome]:
     return [decode(record.value, Outcome) for record in cluster.records(EDITS)]
 
 
-def half_written(cluster: Cluster, log: EditorLog) -> None:
+def write_half_a_transaction(cluster: Cluster, log: EditorLog) -> None:
     """All of a transaction but its end."""
     log._writer.begin_transaction()
     for topic in (DELTAS, EDITS):
@@ -171,7 +171,7 @@ def half_written(cluster: Cluster, log: EditorLog) -> None:
     log._writer.send_offsets_to_transaction({log._feedback: OffsetAndMetadata(7, "", -1)}, log._group_metadata)
 
 
-def take_session(cluster: Cluster, log: EditorLog) -> None:
+def end_session(cluster: Cluster, log: EditorLog) -> None:
     """End an editor's session, as its silence would."""
     name, member_id = cluster.settings.kafka.topic("editor"), log._group_metadata.member_id
     if cluster.double is not None:

@@ -20,7 +20,7 @@ import pytest
 
 from gracestream.deploy.local.processes import find_free_port, is_http_ok
 from gracestream.pipeline.settings import Settings, to_environment_variables
-from tests.support.running import PATIENCE, status, wait_until
+from tests.support.running import TIMEOUT, status, wait_until
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -61,7 +61,7 @@ def _command(
     main(list(arguments))
 
 
-def as_given(settings: Settings) -> dict[str, Any]:
+def explicit_settings(settings: Settings) -> dict[str, Any]:
     """The settings that are not left as they are."""
     return settings.explicit_values()
 
@@ -104,14 +104,14 @@ class Command:
         self._process = _CONTEXT.Process(target=_command, args=arguments, daemon=True)
         self._process.start()
 
-    def wait(self, timeout: float = PATIENCE) -> int:
+    def wait(self, timeout: float = TIMEOUT) -> int:
         """Its exit status, once it has ended."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             pytest.fail(f"{self.name} still runs after {timeout:g} s; {self.stderr()}")
         return self.process.exitcode
 
-    def run(self, timeout: float = PATIENCE) -> int:
+    def run(self, timeout: float = TIMEOUT) -> int:
         """Start it and wait for its end; the exit status."""
         self.start()
         return self.wait(timeout)
@@ -130,7 +130,7 @@ class Command:
         """Let it hang."""
         self._signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Let it run again."""
         self._signal(signal.SIGCONT)
 
@@ -158,7 +158,7 @@ class Command:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self.running:
             self.process.terminate()
-            self.go_on()
+            self.resume()
             self.process.join(10)
         if self.running:
             self.kill()
@@ -170,9 +170,9 @@ class Forked(Command):
     def __init__(self, name: str, command: str, settings: Settings, folder: Path, **chosen: Any) -> None:
         self.port = find_free_port()
         own = {"http_port": self.port, "worker_name": name, "threads": 1, **chosen}
-        super().__init__(name, [command], folder, **(as_given(settings) | own))
+        super().__init__(name, [command], folder, **(explicit_settings(settings) | own))
 
-    def wait_ready(self, timeout: float = PATIENCE) -> None:
+    def wait_ready(self, timeout: float = TIMEOUT) -> None:
         """Wait until `/ready` answers 200; the test fails where it ends first."""
 
         def ready() -> bool:

@@ -110,7 +110,7 @@ class Recorded:
         assert score is not None
         self.engine.add_traffic(score, point(*place))
 
-    def fruitless(self) -> list[NoChangeDecision]:
+    def no_change(self) -> list[NoChangeDecision]:
         """What stands on `edits` of decisions that left no delta."""
         return [found for found in map(parse_no_change, self.edits) if found is not None]
 
@@ -121,7 +121,7 @@ class Recorded:
             self._model(),
             self.feedback_since(0),
             lambda plan: describe_environment(engine.model, plan),
-            self.fruitless(),
+            self.no_change(),
         )
         if all(map(made.reproduce, self.deltas[:deltas])):
             made.finish_seq()

@@ -25,10 +25,10 @@ from gracestream.schemas.messages import Feedback, Outcome, Prediction, Request,
 from tests.support.tiny_models import CHAT, SIZE, bert, tokenizer
 
 T = TypeVar("T")
-PATIENCE = 60.0
+TIMEOUT = 60.0
 """Seconds that something may take on a busy machine before a test gives up on it."""
 
-BUDGETS = {
+LIMITS = {
     "max_input_tokens": 40,
     "max_target_tokens": 6,
     "default_max_new_tokens": 6,
@@ -53,7 +53,7 @@ class Checkpoint:
     def settings(self) -> dict[str, Any]:
         """What a deployment of it sets."""
         own = {"layer": self.layer, "inject_tokens": self.replace, "query_source": self.query}
-        return {**BUDGETS, "model": str(self.folder), **own}
+        return {**LIMITS, "model": str(self.folder), **own}
 
 
 def llama(positions: int = 64) -> Any:
@@ -96,7 +96,7 @@ def save_checkpoint(kind: str, folder: Path) -> Checkpoint:
     return Checkpoint(folder, layer, replace, "last" if build is llama else "auto")
 
 
-def wait_until(found: Callable[[], T], timeout: float = PATIENCE, what: str = "") -> T:
+def wait_until(found: Callable[[], T], timeout: float = TIMEOUT, what: str = "") -> T:
     """The first truthy answer of `found`, which is asked every 50 ms; the test fails after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
@@ -126,7 +126,7 @@ def records(settings: Settings, topic: str) -> list[Any]:
         reader.close()
 
 
-def wait_until_settled(settings: Settings, *topics: str) -> None:
+def wait_for_open_transactions(settings: Settings, *topics: str) -> None:
     """Until no transaction is open on any of the topics: Kafka ends one partition after partition."""
     committed, whole = consumer(settings.kafka), consumer(settings.kafka, isolation_level="read_uncommitted")
     try:
@@ -152,19 +152,19 @@ def outcomes_in_log(settings: Settings) -> list[Outcome]:
 
 def deltas_in_log(settings: Settings) -> list[Delta]:
     """Every record of `deltas`, in order, once no transaction is open there."""
-    wait_until_settled(settings, "deltas")
+    wait_for_open_transactions(settings, "deltas")
     return [decode_delta(record.value) for record in records(settings, "deltas")]
 
 
 def settings_for(kafka: str, redis_url: str, prefix: str, **chosen: Any) -> Settings:
     """Settings of a deployment of one test."""
-    return load_settings(kafka=kafka, redis=redis_url, topic_prefix=prefix, **{"startup_timeout": PATIENCE, **chosen})
+    return load_settings(kafka=kafka, redis=redis_url, topic_prefix=prefix, **{"startup_timeout": TIMEOUT, **chosen})
 
 
 def status(port: int, path: str) -> tuple[int, str]:
     """Status and body of `GET path`; 0 where nothing answers."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=TIMEOUT) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -200,15 +200,15 @@ def hang(kafka: LocalKafka) -> None:
     os.waitid(os.P_PID, kafka.child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
-def go_on(kafka: LocalKafka) -> None:
+def resume(kafka: LocalKafka) -> None:
     """Let it go on, if it hangs, until it answers: its controller may have given its broker up meanwhile."""
     kafka.child.send_signal(signal.SIGCONT)
     if kafka.child.running:
-        wait_until(lambda: kafka.is_responding(PATIENCE))
+        wait_until(lambda: kafka.is_responding(TIMEOUT))
 
 
-ways_to_leave = pytest.mark.parametrize(
-    ("leave", "come_back"), [(hang, go_on), (LocalKafka.kill, LocalKafka.start)], ids=["hangs", "is dead"]
+kafka_outages = pytest.mark.parametrize(
+    ("leave", "come_back"), [(hang, resume), (LocalKafka.kill, LocalKafka.start)], ids=["hangs", "is dead"]
 )
 """How a Kafka of the test's own is away for a while."""
 
@@ -220,7 +220,7 @@ class Users:
         self.settings = settings
         self.client = Client(settings)
 
-    def ask(self, *requests: Request, timeout: float = PATIENCE) -> dict[str, Prediction]:
+    def ask(self, *requests: Request, timeout: float = TIMEOUT) -> dict[str, Prediction]:
         """The first prediction for each request; a test fails where one is missing."""
         with self.client.predictions() as replies:
             self.client.send(requests)
@@ -228,7 +228,7 @@ class Users:
         assert found.keys() == {request.request_id for request in requests}, "a request got no prediction"
         return found
 
-    def correct(self, *feedback: Feedback, timeout: float = PATIENCE) -> dict[str, Outcome]:
+    def correct(self, *feedback: Feedback, timeout: float = TIMEOUT) -> dict[str, Outcome]:
         """The first outcome of each feedback record; a test fails where one is missing."""
         with self.client.outcomes() as replies:
             self.client.send(feedback)

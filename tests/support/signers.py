@@ -11,7 +11,7 @@ from gracestream.pipeline.client import SignedFeedback, feedback_to_sign, parse_
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import Outcome
 from tests.support.forked_commands import Forked
-from tests.support.running import PATIENCE, Users, deltas_in_log
+from tests.support.running import TIMEOUT, Users, deltas_in_log
 from tests.support.tiny_models import texts
 
 PROMPTS = texts(30, seed=31, shortest=6, longest=9)
@@ -46,7 +46,7 @@ class Deployment:
         """What becomes of these, in their order."""
         with self.users.client.outcomes() as replies:
             self.users.client.send(feedback)
-            found = replies.wait([one.feedback_id for one in feedback], PATIENCE)
+            found = replies.wait([one.feedback_id for one in feedback], TIMEOUT)
         assert len(found) == len(feedback), "feedback got no outcome"
         return list(found.values())
 

@@ -55,7 +55,7 @@ class History:
         self._applied = self.codebook.apply(record)
         return self.codebook.seq
 
-    def make_live(self) -> None:
+    def publish(self) -> None:
         """Write the newest delta's radii and the head."""
         assert self._applied is not None
         self.store.publish(self._applied, self.codebook)

@@ -19,7 +19,7 @@ from gracestream.pipeline.kafka.topics import TOPICS, create_topics
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.messages import Prediction, Request, decode, encode
 from tests.support.forked_commands import Command, Forked, sentence, status_of
-from tests.support.running import PATIENCE, Checkpoint, records, wait_until
+from tests.support.running import TIMEOUT, Checkpoint, records, wait_until
 from tests.support.secured_servers import SUPER_USER, USERS, SecuredKafka
 from tests.support.tiny_models import texts
 
@@ -77,7 +77,7 @@ def realm(
         "topic_prefix": prefix,
         "redis": redis_url,
         "cache_dir": tmp_path_factory.mktemp("cache_dir"),
-        "startup_timeout": PATIENCE,
+        "startup_timeout": TIMEOUT,
     }
     return Realm(secured_kafka, common, printed)
 
@@ -132,7 +132,7 @@ class TestRights:
         end = ends(realm.settings("operator"), topic)
         writer = producer(settings.kafka)
         with pytest.raises(KafkaError, match="AuthorizationFailed"):
-            writer.send(settings.kafka.topic(topic), b"forged", partition=0).get(timeout=PATIENCE)
+            writer.send(settings.kafka.topic(topic), b"forged", partition=0).get(timeout=TIMEOUT)
         writer.close(timeout=5)
         assert ends(realm.settings("operator"), topic) == end
 
@@ -210,7 +210,7 @@ class TestCommands:
     ) -> None:
         corrector, operator, resender = (realm.settings(user) for user in ("corrector", "operator", "resender"))
         sender = producer(corrector.kafka)
-        sender.send(corrector.kafka.topic("feedback"), b"what is this", partition=0).get(timeout=PATIENCE)
+        sender.send(corrector.kafka.topic("feedback"), b"what is this", partition=0).get(timeout=TIMEOUT)
         sender.close(timeout=5)
         with Forked("editor", "edit", realm.settings("editor"), folder) as editor:
             wait_until(lambda: records(operator, "feedback.dlq"), what="a dead letter")

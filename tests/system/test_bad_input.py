@@ -27,7 +27,7 @@ from gracestream.workers.bootstrap import WorkerContext
 from gracestream.workers.editor import build_editor
 from tests.support.forked_commands import Forked
 from tests.support.running import (
-    PATIENCE,
+    TIMEOUT,
     Users,
     flag,
     headers_of,
@@ -35,8 +35,8 @@ from tests.support.running import (
     question,
     records,
     settings_for,
+    wait_for_open_transactions,
     wait_until,
-    wait_until_settled,
 )
 from tests.support.tiny_models import added, changed, editable, new_codebook, texts
 
@@ -188,7 +188,7 @@ def test_bad_requests_are_set_aside_and_good_ones_beside_them_answered(running: 
     with running.client.predictions() as replies:
         bad = [case[0] for case in REQUESTS.values()]
         places = send_among_good(settings, "requests", bad, [encode(request) for request in good])
-        answers = replies.wait(ids, PATIENCE)
+        answers = replies.wait(ids, TIMEOUT)
     assert sorted(set(ids) - set(answers)) == []
     for request in good:
         assert answers[request.request_id].error is UNSET
@@ -208,14 +208,14 @@ def test_bad_feedback_is_set_aside_and_good_beside_it_taken(running: Users) -> N
     with running.client.outcomes() as replies:
         bad = [case[0] for case in FEEDBACK.values()]
         places = send_among_good(settings, "feedback", bad, [encode(one) for one in good])
-        outcomes = replies.wait(ids, PATIENCE)
+        outcomes = replies.wait(ids, TIMEOUT)
     assert sorted(set(ids) - set(outcomes)) == []
     for name, (_, reason, feedback_id) in FEEDBACK.items():
         if feedback_id is not None:
             assert outcomes[feedback_id].status == "rejected", name
             assert reason in str(outcomes[feedback_id].reason), name
     assert sum(outcomes[one.feedback_id].status != "rejected" for one in good) > len(good) / 2
-    wait_until_settled(settings, "edits", "feedback.dlq")
+    wait_for_open_transactions(settings, "edits", "feedback.dlq")
     check_dead_letters(settings, "feedback", FEEDBACK, places)
     assert len(outcomes_in_log(settings)) == len(ids)
 
@@ -291,7 +291,9 @@ def test_an_answer_that_is_not_the_entrys_target_is_never_sent(kafka: str, redis
     model = editable("bert")
     codebook = new_codebook(model.fingerprint, model.layer)
     store = RedisHeadStore(redis_client(settings.redis), settings.kafka.topic_prefix, settings.model.codebook)
-    mirror = CodebookReplica(codebook, KeyIndex(codebook, model.device), store, DeltaFollower(settings.kafka), settings)
+    codebook_replica = CodebookReplica(
+        codebook, KeyIndex(codebook, model.device), store, DeltaFollower(settings.kafka), settings
+    )
     (prompt,) = texts(1, seed=5)
     record = RequestRecord(encode(question("q", prompt)), "requests", 0, 0, 0.0)
 
@@ -306,7 +308,7 @@ def test_an_answer_that_is_not_the_entrys_target_is_never_sent(kafka: str, redis
     value_V = np.zeros(model.module.config.hidden_size)
     labels = model.module.config.num_labels
     for label in range(labels):  # of these targets a value gives at most one
-        mirror.index.refresh(changed(codebook, added(f"e{label}", query_D, 0.01, (label,), value_V)))
+        codebook_replica.index.refresh(changed(codebook, added(f"e{label}", query_D, 0.01, (label,), value_V)))
         answer, bare = served(), served(check_answers=False)
         assert bare.edit is not UNSET
         target = model.task.decode_label((label,))
@@ -323,4 +325,4 @@ def test_an_answer_that_is_not_the_entrys_target_is_never_sent(kafka: str, redis
                 target=target,
             )
             assert answer.outputs == unedited.outputs
-        mirror.index.refresh(changed(codebook, EntryChange(entry_id=f"e{label}", removed=True), op="undo"))
+        codebook_replica.index.refresh(changed(codebook, EntryChange(entry_id=f"e{label}", removed=True), op="undo"))

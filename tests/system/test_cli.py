@@ -17,7 +17,7 @@ from gracestream.pipeline.kafka.topics import TOPICS, require_topics
 from gracestream.pipeline.model.registry import KNOWN_MODELS
 from gracestream.pipeline.settings import Settings, to_environment_variables
 from gracestream.workers.cli import main
-from tests.support.forked_commands import Command, Forked, as_given, sentence, status_of
+from tests.support.forked_commands import Command, Forked, explicit_settings, sentence, status_of
 from tests.support.running import Checkpoint, outcomes_in_log, records, settings_for
 from tests.support.tiny_models import texts
 
@@ -216,7 +216,11 @@ class TestTraffic:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         (folder / "questions").write_text("\n".join(map(json.dumps, PROMPTS[6:8])))
-        for name, value in {**to_environment_variables(as_given(running)), "COLUMNS": "200", "TERM": "dumb"}.items():
+        for name, value in {
+            **to_environment_variables(explicit_settings(running)),
+            "COLUMNS": "200",
+            "TERM": "dumb",
+        }.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
         for options, shown in ((["--json"], '{"v": 1'), ([], "inputs")):

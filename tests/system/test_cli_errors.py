@@ -21,8 +21,8 @@ from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.kafka.reader import RecordsAndNext
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.settings import Settings
-from tests.support.forked_commands import Command, as_given, sentence, status_of
-from tests.support.running import PATIENCE, Checkpoint, settings_for, wait_until
+from tests.support.forked_commands import Command, explicit_settings, sentence, status_of
+from tests.support.running import TIMEOUT, Checkpoint, settings_for, wait_until
 
 ONE = "0123456789abcdef0123456789abcdef01234567"
 """The commit of a revision."""
@@ -231,7 +231,7 @@ def test_what_libraries_log_while_kafka_is_away_is_not_what_a_command_says(
     sender.close()
     reader = Command(
         "reader", ["dlq", "resend", "requests", "--all", "--dry-run"], tmp_path,
-        sabotage=functools.partial(halting, tmp_path), **as_given(settings),
+        sabotage=functools.partial(halting, tmp_path), **explicit_settings(settings),
     )  # fmt: skip
     reader.start()
     wait_until((tmp_path / "halted").exists)
@@ -305,7 +305,7 @@ def test_ctrl_c_while_a_command_is_still_being_loaded(tmp_path: Path) -> None:
         wait_until(lambda: "msgspec" in loaded.read_text(encoding="utf-8"))  # which is loaded among the first
         child.send_signal(signal.SIGINT)
         # Python ends itself by the signal where it came inside an `exec`; a shell calls that 130 too.
-        assert child.wait(PATIENCE) in (130, -signal.SIGINT)
+        assert child.wait(TIMEOUT) in (130, -signal.SIGINT)
     assert "Traceback" not in errors.read_text(encoding="utf-8")
 
 

@@ -27,8 +27,8 @@ from tests.support.running import (
     outcomes_in_log,
     question,
     records,
+    wait_for_open_transactions,
     wait_until,
-    wait_until_settled,
 )
 from tests.support.tiny_models import LAYER, MODEL, added, sealed, texts
 from tests.support.written_history import History
@@ -128,7 +128,7 @@ class TestStandby:
         first.pause()
         wait_until(lambda: leads(second), SESSION + ALLOWANCE, "a take-over in time")
         wait_until(lambda: len(outcomes_in_log(deployment)) == 12, 60)
-        first.go_on()
+        first.resume()
         assert first.wait() == 1
         assert leads(second)
         assert users.correct(flag("after", PROMPTS[20], "river"))["after"].status != "rejected"
@@ -289,7 +289,7 @@ class TestRedis:
 
     def in_redis(self, history: History) -> Codebook:
         """The codebook of the log, once Redis holds all of it."""
-        wait_until_settled(history.settings, "deltas")
+        wait_for_open_transactions(history.settings, "deltas")
         replayed = replay_deltas(history.settings.kafka)
         assert replayed is not None
         radii = {entry: float(radius) for entry, radius in zip(replayed.entry_ids, replayed.radii_N, strict=True)}
@@ -331,7 +331,7 @@ class TestRedis:
             editor.pause()
             users.client.send([flag(f"f{number}", PROMPTS[number], "museum") for number in (4, 5)])
             history.empty_redis()
-            editor.go_on()
+            editor.resume()
             wait_until(lambda: len(outcomes_in_log(deployment)) == 6)
             assert len(self.in_redis(history)) > len(before), "and so does one that is at work"
         history.close()
@@ -358,7 +358,7 @@ def test_what_was_asked_before_a_correction_is_seen_when_it_is_decided(
         editor.pause()
         users.client.send([question(f"q{number}", text) for number, text in enumerate(PROMPTS)])
         users.client.send([flag("f0", PROMPTS[0], "museum")])
-        editor.go_on()
+        editor.resume()
         wait_until(lambda: outcomes_in_log(deployment))
         cause = deltas_in_log(deployment)[-1].cause
         assert cause is not UNSET

@@ -11,7 +11,7 @@ from gracestream.pipeline.settings import Settings
 from tests.support.forked_commands import Forked
 from tests.support.hostile import Unreadable
 from tests.support.running import (
-    PATIENCE,
+    TIMEOUT,
     Users,
     flag,
     members,
@@ -32,7 +32,7 @@ def log_of(quick: Settings) -> Iterator[History]:
     model = EditableModel.load(quick.model.name, quick.model.layer)
     made = History(quick, model.fingerprint, model.layer)
     made.lead()
-    made.make_live()
+    made.publish()
     yield made
     made.close()
 
@@ -76,7 +76,7 @@ def test_a_replica_stops_serving_and_says_why(
         replica.wait_ready(90)
         wait_until(lambda: len(members(log_of.settings)) == 1)
         breaking(log_of)
-        log_of.make_live()
+        log_of.publish()
         wait_until(lambda: replica.ready()[0] == 503)
         assert reason in replica.ready()[1]
         assert replica.live() == (200, "ok\n")
@@ -142,7 +142,7 @@ def test_a_replica_does_not_wait_until_a_hostile_record_is_live(
 
 def test_a_replica_that_starts_on_such_a_history_never_joins(log_of: History, folder: Path) -> None:
     break_record(log_of)
-    log_of.make_live()
+    log_of.publish()
     with Forked("replica", "infer", log_of.settings, folder) as replica:
         wait_until(lambda: "cannot be read" in replica.ready()[1], 90)
         assert replica.live() == (200, "ok\n")
@@ -249,7 +249,7 @@ def test_an_editor_that_starts_on_such_a_history_never_leads(
 def test_a_standby_stops_at_a_hostile_record_before_it_is_its_turn(
     log_of: History, folder: Path, hostile: Callable[[History], None], reason: str
 ) -> None:
-    patient = {"session_timeout": 2 * PATIENCE}  # the one who leads keeps its place all the while
+    patient = {"session_timeout": 2 * TIMEOUT}  # the one who leads keeps its place all the while
     with Forked("editor", "edit", log_of.settings, folder, **patient) as editor:
         editor.wait_ready(90)
         with Forked("standby", "edit", log_of.settings, folder, **patient) as standby:
@@ -260,5 +260,5 @@ def test_a_standby_stops_at_a_hostile_record_before_it_is_its_turn(
             editor.pause()
             hostile(log_of)
             assert reason in reason_of(standby)
-            editor.go_on()
+            editor.resume()
             assert reason in reason_of(editor)

@@ -18,9 +18,9 @@ from gracestream.pipeline.kafka.lenient_records import MAX_BATCH_BYTES, TRUNCATE
 from gracestream.pipeline.kafka.topics import DELTAS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS, REQUESTS, REQUESTS_DLQ
 from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.settings import Settings, to_environment_variables
-from tests.support.forked_commands import Forked, as_given
+from tests.support.forked_commands import Forked, explicit_settings
 from tests.support.hostile import Hostile, crowded_batches
-from tests.support.running import Users, flag, headers_of, question, records, wait_until, wait_until_settled
+from tests.support.running import Users, flag, headers_of, question, records, wait_for_open_transactions, wait_until
 from tests.support.tiny_models import added, sealed, texts
 from tests.support.written_history import History
 from tests.system.test_poison import send, wait_until_done
@@ -95,7 +95,7 @@ def test_a_reader_holds_no_large_record_whole(deployment: Settings, library: str
     send(deployment, "edits", [Hostile(b"{}", None, [])] * 10, partitions=1)
     ran = subprocess.run(
         [sys.executable, "-c", READ, library, FEEDBACK],
-        env=to_environment_variables(as_given(deployment)),
+        env=to_environment_variables(explicit_settings(deployment)),
         capture_output=True,
         check=True,
         timeout=120,
@@ -126,7 +126,7 @@ def test_workers_set_large_records_aside_in_bounded_memory(
         assert users.correct(flag("after", PROMPT, "museum"), timeout=90)["after"].status == "unchanged"
         users.client.send([question("after", PROMPT)], partition=0)
         wait_until_done(deployment, REQUESTS, "inference")
-        wait_until_settled(deployment, FEEDBACK_DLQ)
+        wait_for_open_transactions(deployment, FEEDBACK_DLQ)
         grown = [peak(worker) - was for worker, was in zip(workers, before, strict=True)]
     for topic, queue in ((REQUESTS, REQUESTS_DLQ), (FEEDBACK, FEEDBACK_DLQ)):
         letters = {int(headers_of(letter)["source_offset"]): letter for letter in records(deployment, queue)}
@@ -173,7 +173,7 @@ def test_workers_go_on_behind_records_with_hundreds_of_thousands_of_headers(
         users.client.send([question("after", PROMPT)], partition=0)
         wait_until_done(deployment, REQUESTS, "inference", timeout=90)
         assert users.correct(flag("after", PROMPT, "museum"), timeout=90)["after"].status == "unchanged"
-        wait_until_settled(deployment, FEEDBACK_DLQ)
+        wait_for_open_transactions(deployment, FEEDBACK_DLQ)
         grown = [peak(worker) - was for worker, was in zip(workers, before, strict=True)]
     for queue in (REQUESTS_DLQ, FEEDBACK_DLQ):
         assert [(letter.key, letter.value) for letter in records(deployment, queue)] == [(b"key", b"{}")] * (
@@ -209,9 +209,9 @@ def test_large_keys_are_committed_in_bounded_transactions_and_memory(
         for number in range(KEYS):
             sender.send(deployment.kafka.topic(FEEDBACK), b"%d" % number, key, partition=0).get(60)
         sender.close(timeout=10)
-        editor.go_on()
+        editor.resume()
         assert users.correct(flag("after", PROMPT, "museum"), timeout=90)["after"].status == "unchanged"
-        wait_until_settled(deployment, FEEDBACK_DLQ)
+        wait_for_open_transactions(deployment, FEEDBACK_DLQ)
         grown = peak(editor) - before
     letters = records(deployment, FEEDBACK_DLQ)
     assert [letter.value for letter in letters] == [b"%d" % number for number in range(KEYS)]

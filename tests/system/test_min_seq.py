@@ -24,7 +24,7 @@ def test_its_neighbours_are_answered_while_it_waits(
     model = EditableModel.load(settings.model.name, settings.model.layer)
     history = History(settings, model.fingerprint, model.layer)
     history.lead()
-    history.make_live()
+    history.publish()
     waiting = [question(f"waits-{number}", PROMPTS[number], min_seq=2) for number in range(3)]
     others = [question(f"q{number}", prompt) for number, prompt in enumerate(PROMPTS * 5)]
     with Forked("replica", "infer", settings, folder) as replica, users.client.predictions() as replies:
@@ -35,7 +35,7 @@ def test_its_neighbours_are_answered_while_it_waits(
         assert len(answers) == len(others)
         assert {answer.codebook_seq for answer in answers.values()} == {1}
         assert not replies.wait([request.request_id for request in waiting], 0.5)
-        history.make_live()
+        history.publish()
         late = replies.wait([request.request_id for request in waiting], 60)
         assert [(late[one.request_id].codebook_seq, late[one.request_id].error) for one in waiting] == [(2, UNSET)] * 3
         assert replica.stop() == 0

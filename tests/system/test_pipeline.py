@@ -25,7 +25,7 @@ from gracestream.pipeline.stores.redis_head import RedisHeadStore
 from gracestream.schemas.messages import Feedback, Request
 from tests.support.forked_commands import Forked
 from tests.support.running import (
-    PATIENCE,
+    TIMEOUT,
     Users,
     deltas_in_log,
     flag,
@@ -63,7 +63,7 @@ class System:
     def ask_both(self, inputs: str, min_seq: Any) -> list[Any]:
         """One answer of each replica: requests go on until both have given one."""
         found: dict[str, Any] = {}
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while len(found) < len(self.replicas) and time.monotonic() < deadline:
             requests = [question(secrets.token_hex(4), inputs, min_seq=min_seq) for _ in range(8)]
             found.update({answer.replica: answer for answer in self.users.ask(*requests).values()})
@@ -108,7 +108,7 @@ class TestServing:
             assert answer.error is UNSET, answer
             assert said(answer), answer
             assert answer.edit is UNSET, answer
-            assert 0 < answer.latency_ms < 1000 * PATIENCE
+            assert 0 < answer.latency_ms < 1000 * TIMEOUT
         assert {answer.replica for answer in answers.values()} == {"replica-1", "replica-2"}
 
     @pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
@@ -121,9 +121,9 @@ class TestServing:
         sender, settings = producer(system.settings.kafka, compression_type=codec), system.settings
         with system.users.client.predictions() as answers, system.users.client.outcomes() as outcomes:
             sender.send(settings.kafka.topic("requests"), large(question(codec, PROMPTS[40]))).get(30)
-            assert answers.wait([codec], PATIENCE)[codec].error is UNSET
+            assert answers.wait([codec], TIMEOUT)[codec].error is UNSET
             sender.send(settings.kafka.topic("feedback"), large(flag(codec, PROMPTS[41], TARGETS[system.kind]))).get(30)
-            assert outcomes.wait([codec], PATIENCE)[codec].status in {"added", "expanded", "unchanged"}
+            assert outcomes.wait([codec], TIMEOUT)[codec].status in {"added", "expanded", "unchanged"}
         sender.close(timeout=5)
 
     def test_workers_observe_every_time_and_size_that_they_export(self, system: System) -> None:
@@ -239,7 +239,7 @@ def test_a_replica_that_is_killed_loses_no_question_and_comes_back_with_the_same
             victim.kill()
             users.client.send(requests[200:])
             ids = [request.request_id for request in requests]
-            assert len(replies.wait(ids, PATIENCE)) == len(requests)
+            assert len(replies.wait(ids, TIMEOUT)) == len(requests)
         victim.start()
         victim.wait_ready()
         assert victim.state()["seq"] == outcome.seq

@@ -20,13 +20,13 @@ from gracestream.schemas.messages import Feedback, Outcome, Prediction, Request,
 from tests.support.forked_commands import Forked
 from tests.support.hostile import Hostile, Kind, Unreadable, hostile, readable_id, verdict
 from tests.support.rotation import parts
-from tests.support.running import Users, flag, headers_of, question, records, wait_until, wait_until_settled
+from tests.support.running import Users, flag, headers_of, question, records, wait_for_open_transactions, wait_until
 from tests.support.tiny_models import texts
 
 HOSTILE = 1_000
 """Records of each kind that no model may take, in each part."""
 
-PATIENCE = 900.0
+TIMEOUT = 900.0
 """Seconds that all of them may take on a busy machine."""
 
 PORTION = 500
@@ -77,7 +77,7 @@ def scattered(bad: Sequence[Hostile], good: Sequence[Request | Feedback], seed: 
     return mixed
 
 
-def wait_until_done(settings: Settings, topic: str, group: str, timeout: float = PATIENCE) -> None:
+def wait_until_done(settings: Settings, topic: str, group: str, timeout: float = TIMEOUT) -> None:
     """Until the group has committed every record of the topic, and what it wrote with them can be read."""
     reader = consumer(settings.kafka, group_id=settings.kafka.topic(group))
     try:
@@ -91,7 +91,7 @@ def wait_until_done(settings: Settings, topic: str, group: str, timeout: float =
         wait_until(lambda: left() == 0, timeout, f"the end of {topic}, {left()} records away,")
     finally:
         reader.close()
-    wait_until_settled(settings, "deltas", "edits", f"{topic}.dlq")
+    wait_for_open_transactions(settings, "deltas", "edits", f"{topic}.dlq")
 
 
 def check_letters(settings: Settings, topic: str, given: dict[Place, Hostile]) -> Counter[Place]:

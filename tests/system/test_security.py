@@ -20,7 +20,7 @@ from gracestream.pipeline.stores.redis_client import redis_client, wait_for_redi
 from gracestream.pipeline.stores.redis_head import Head, RedisHeadStore
 from tests.support.certificates import Certificates
 from tests.support.forked_commands import Command, Forked, sentence, status_of
-from tests.support.running import PATIENCE, Checkpoint, wait_until
+from tests.support.running import TIMEOUT, Checkpoint, wait_until
 from tests.support.secured_servers import PLAIN_USER, SUPER_USER, SecuredKafka, SecuredRedis, password_of
 from tests.support.tiny_models import LAYER, MODEL, added, sealed, texts
 
@@ -77,7 +77,7 @@ def test_a_correction_is_made_and_served(
         "cache_dir": folder / "cache",
     }
     redis_server.add_workers(prefix)
-    settings = load_settings(**common, startup_timeout=PATIENCE)
+    settings = load_settings(**common, startup_timeout=TIMEOUT)
     assert status_of(run("topics", "--partitions", "2", settings=settings)) == 0
     editor = Forked("editor", "edit", settings, folder, **redis_server.as_worker("editor", prefix))
     replica = Forked("replica", "infer", settings, folder, **redis_server.as_worker("replica", prefix))

@@ -34,13 +34,13 @@ from tests.support.running import (
     deltas_in_log,
     flag,
     hang,
+    kafka_outages,
     members,
     metric,
     outcomes_in_log,
     question,
     records,
     wait_until,
-    ways_to_leave,
 )
 from tests.support.tiny_models import SIZE, texts, tokenizer
 from tests.support.written_history import History
@@ -231,7 +231,7 @@ def test_a_second_signal_ends_a_worker_at_once(
         assert replica.wait(5) == 128 + signal.SIGTERM
 
 
-@ways_to_leave
+@kafka_outages
 def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
     own_kafka: LocalKafka,
     deployment: Settings,
@@ -262,7 +262,7 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
         wait_until(lambda: metric(replica.port, "gracestream_step_requests_count") > 0)
         wait_until(lambda: psutil.Process(committing.process.pid).status() == psutil.STATUS_STOPPED)
         leave(own_kafka)
-        committing.go_on()
+        committing.resume()
         time.sleep(2.0)  # until each waits for Kafka
         for worker in workers:
             worker.process.terminate()
@@ -331,7 +331,7 @@ def test_a_replica_that_catches_up_ends_at_once_and_in_order(deployment: Setting
     model = EditableModel.load(deployment.model.name, deployment.model.layer)
     history = History(deployment, model.fingerprint, model.layer)
     history.lead()
-    history.make_live()
+    history.publish()
     head = history.redis_key("head")
     history.redis.hset(head, "seq", "1000")  # it waits for what is not in the log
     chosen = {"shutdown_timeout": 600.0, "redis_outage_grace": 600.0}

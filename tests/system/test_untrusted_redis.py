@@ -41,7 +41,7 @@ def history(quick: Settings) -> Iterator[History]:
     made = History(quick)
     made.lead()
     made.add("a", [1.0, 0.0])
-    made.make_live()
+    made.publish()
     yield made
     made.empty_redis()
     made.close()
@@ -55,9 +55,9 @@ def own_redis(tmp_path: Path) -> Iterator[LocalRedis]:
         local.child.send_signal(signal.SIGCONT)
 
 
-def step(mirror: CodebookReplica) -> int:
-    mirror.sync_to_head(mirror.read_head())
-    return mirror.codebook.seq
+def step(codebook_replica: CodebookReplica) -> int:
+    codebook_replica.sync_to_head(codebook_replica.read_head())
+    return codebook_replica.codebook.seq
 
 
 def head_field(name: str, value: Any) -> Callable[[History], object]:
@@ -111,141 +111,141 @@ def sent_by_redis(history: History) -> int:
 class TestAReplica:
     @pytest.mark.parametrize("plant", NO_HEAD.values(), ids=NO_HEAD)
     def test_it_follows_the_log_where_redis_holds_what_no_editor_wrote(
-        self, history: History, mirror_of: Callable[..., CodebookReplica], plant: Callable[[History], object]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica], plant: Callable[[History], object]
     ) -> None:
-        mirror = mirror_of(history.settings)
-        assert step(mirror) == 2
+        codebook_replica = codebook_replica_of(history.settings)
+        assert step(codebook_replica) == 2
         history.add("b", [0.0, 1.0])
         plant(history)
         before = sent_by_redis(history)
-        wait_until(lambda: step(mirror) == 3)
+        wait_until(lambda: step(codebook_replica) == 3)
         assert sent_by_redis(history) - before < 2**20
-        assert mirror.degraded
-        assert same(mirror.codebook, history.codebook)
+        assert codebook_replica.degraded
+        assert same(codebook_replica.codebook, history.codebook)
         RedisPublisher(history.store, history.codebook, 0.0).reconcile()
-        assert step(mirror) == 3
-        assert not mirror.degraded
+        assert step(codebook_replica) == 3
+        assert not codebook_replica.degraded
 
     @pytest.mark.parametrize("plant", WRONG_RADII.values(), ids=WRONG_RADII)
     def test_it_follows_redis_whatever_the_radii_are(
-        self, history: History, mirror_of: Callable[..., CodebookReplica], plant: Callable[[History], object]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica], plant: Callable[[History], object]
     ) -> None:
-        mirror = mirror_of(history.settings)
+        codebook_replica = codebook_replica_of(history.settings)
         history.add("b", [0.0, 1.0])
-        history.make_live()
+        history.publish()
         plant(history)
-        wait_until(lambda: mirror._follower.latest_seq == 3)
+        wait_until(lambda: codebook_replica._follower.latest_seq == 3)
         before = sent_by_redis(history)
-        assert step(mirror) == 3
+        assert step(codebook_replica) == 3
         assert sent_by_redis(history) - before < 2**20
-        assert not mirror.degraded
-        assert mirror.codebook.radii_N.tolist() == [1.0, 1.0]
+        assert not codebook_replica.degraded
+        assert codebook_replica.codebook.radii_N.tolist() == [1.0, 1.0]
 
     def test_a_wrong_digest_is_a_fault_once_it_has_stood_and_the_log_was_read_to_its_end(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
-        mirror = mirror_of(history.settings)
-        assert step(mirror) == 2
+        codebook_replica = codebook_replica_of(history.settings)
+        assert step(codebook_replica) == 2
         for _ in range(3):  # each time for less than the grace period, and for more in all
             history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
-            assert step(mirror) == 2
-            assert mirror.degraded
+            assert step(codebook_replica) == 2
+            assert codebook_replica.degraded
             time.sleep(history.settings.redis.outage_grace / 2)
             history.redis.hset(history.redis_key("head"), "digest", history.codebook.digest.hex())
-            assert step(mirror) == 2
-        wait_until(lambda: step(mirror) == 2 and not mirror.degraded)
+            assert step(codebook_replica) == 2
+        wait_until(lambda: step(codebook_replica) == 2 and not codebook_replica.degraded)
         history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
         with pytest.raises(HistoryError, match=r"have disagreed on the digest of delta 2 for \d+ s"):
-            wait_until(lambda: step(mirror) != 2)
+            wait_until(lambda: step(codebook_replica) != 2)
 
     def test_no_fault_comes_of_a_wrong_digest_while_the_end_of_the_log_is_unknown(
-        self, history: History, mirror_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        mirror = mirror_of(history.settings)
-        monkeypatch.setattr(mirror._follower, "request_end_check", lambda: None)
+        codebook_replica = codebook_replica_of(history.settings)
+        monkeypatch.setattr(codebook_replica._follower, "request_end_check", lambda: None)
         history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
-        wait_until(lambda: step(mirror) == 2)
+        wait_until(lambda: step(codebook_replica) == 2)
         until = time.monotonic() + 3 * history.settings.redis.outage_grace
         while time.monotonic() < until:
-            assert step(mirror) == 2
-        assert mirror.degraded
+            assert step(codebook_replica) == 2
+        assert codebook_replica.degraded
 
     def test_a_head_that_the_log_does_not_hold_is_not_waited_for_for_ever(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
-        mirror = mirror_of(history.settings)
-        assert step(mirror) == 2
+        codebook_replica = codebook_replica_of(history.settings)
+        assert step(codebook_replica) == 2
         history.redis.hset(history.redis_key("head"), "seq", str(10**15))
-        assert step(mirror) == 2
-        assert mirror.unread_head_seq == 10**15
-        assert not mirror.degraded, "it may be on its way"
+        assert step(codebook_replica) == 2
+        assert codebook_replica.unread_head_seq == 10**15
+        assert not codebook_replica.degraded, "it may be on its way"
         history.add("b", [0.0, 1.0])
-        wait_until(lambda: step(mirror) == 3 and mirror.degraded)
-        assert mirror_of(history.settings).catch_up(20), "one that starts now serves the log, too"
+        wait_until(lambda: step(codebook_replica) == 3 and codebook_replica.degraded)
+        assert codebook_replica_of(history.settings).catch_up(20), "one that starts now serves the log, too"
 
     def test_a_head_that_stays_behind_the_log_is_not_waited_for_for_ever(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
-        mirror = mirror_of(history.settings)
-        assert step(mirror) == 2
+        codebook_replica = codebook_replica_of(history.settings)
+        assert step(codebook_replica) == 2
         history.add("b", [0.0, 1.0])
-        wait_until(lambda: mirror._follower.latest_seq == 3)
-        assert step(mirror) == 2
-        wait_until(lambda: step(mirror) == 3)
-        assert mirror.degraded
-        history.make_live()
-        assert step(mirror) == 3
-        assert not mirror.degraded
+        wait_until(lambda: codebook_replica._follower.latest_seq == 3)
+        assert step(codebook_replica) == 2
+        wait_until(lambda: step(codebook_replica) == 3)
+        assert codebook_replica.degraded
+        history.publish()
+        assert step(codebook_replica) == 3
+        assert not codebook_replica.degraded
 
     def test_a_head_that_is_ahead_now_and_then_holds_up_one_batch(
-        self, history: History, mirror_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        mirror = mirror_of(history.settings)
-        assert step(mirror) == 2
+        codebook_replica = codebook_replica_of(history.settings)
+        assert step(codebook_replica) == 2
         waits: list[float] = []
-        take = mirror._follower.poll
+        take = codebook_replica._follower.poll
 
         def noted(seq: int, timeout: float) -> list[tuple[int, bytes]]:
             waits.append(timeout)
             return take(seq, min(timeout, 0.1))
 
-        monkeypatch.setattr(mirror._follower, "poll", noted)
+        monkeypatch.setattr(codebook_replica._follower, "poll", noted)
         turns = cycle(["999", "2"])
 
         def stepped() -> int:
             history.redis.hset(history.redis_key("head"), "seq", next(turns))
-            return step(mirror)
+            return step(codebook_replica)
 
-        wait_until(lambda: stepped() == 2 and mirror.degraded)
-        assert [stepped(), mirror.degraded, stepped(), mirror.degraded] == [2, True, 2, True]
+        wait_until(lambda: stepped() == 2 and codebook_replica.degraded)
+        assert [stepped(), codebook_replica.degraded, stepped(), codebook_replica.degraded] == [2, True, 2, True]
         assert [wait > 0 for wait in waits] == [True] + [False] * (len(waits) - 1)
         history.add("b", [0.0, 1.0])
         wait_until(lambda: stepped() == 3, what="a delta of the log")
         history.redis.hset(history.redis_key("head"), "seq", "2")  # nothing is made live behind 999
-        history.make_live()
-        wait_until(lambda: step(mirror) == 3 and not mirror.degraded)
+        history.publish()
+        wait_until(lambda: step(codebook_replica) == 3 and not codebook_replica.degraded)
 
     def test_old_heads_in_turn_are_not_waited_for_for_ever(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
-        mirror = mirror_of(history.settings)
+        codebook_replica = codebook_replica_of(history.settings)
         head = history.redis_key("head")
         old: list[dict[Any, Any]] = [history.redis.hgetall(head)]
         history.add("b", [0.0, 1.0])
-        history.make_live()
+        history.publish()
         old.append(history.redis.hgetall(head))
-        assert step(mirror) == 3
+        assert step(codebook_replica) == 3
         history.add("c", [1.0, 1.0])
-        wait_until(lambda: mirror._follower.latest_seq == 4)
+        wait_until(lambda: codebook_replica._follower.latest_seq == 4)
         turns = cycle(old)
 
         def stepped() -> int:
             history.redis.hset(head, mapping=next(turns))
-            return step(mirror)
+            return step(codebook_replica)
 
         assert stepped() == 3, "the head may become the newest"
         wait_until(lambda: stepped() == 4)
-        assert mirror.degraded
+        assert codebook_replica.degraded
 
     def test_a_wrong_head_for_a_moment_ends_no_replica(self, deployment: Settings, users: Users, folder: Path) -> None:
         with (
@@ -519,35 +519,35 @@ class TestAServerThatIsNone:
 
 class TestARedisThatHangs:
     def test_batches_ask_again_after_several_good_answers_and_more_each_time(
-        self, quick: Settings, mirror_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
+        self, quick: Settings, codebook_replica_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
             "gracestream.pipeline.replica.codebook_replica.HEAD_TIMEOUT_SECONDS", 30
         )  # a busy machine may take long; a hang fails anyway
         fitful = Fitful()
         with listening(fitful) as listener:
-            mirror = mirror_of(quick.replace(redis=listener.url))
-            assert isinstance(mirror.read_head(), Head)
-            assert not mirror.redis_unavailable
+            codebook_replica = codebook_replica_of(quick.replace(redis=listener.url))
+            assert isinstance(codebook_replica.read_head(), Head)
+            assert not codebook_replica.redis_unavailable
             needed: list[int] = []
             for _ in range(6):
                 fitful.hangs = True
-                assert mirror.read_head() == "lost"
-                assert mirror.redis_unavailable
+                assert codebook_replica.read_head() == "lost"
+                assert codebook_replica.redis_unavailable
                 fitful.hangs = False
                 needed.append(0)
-                while mirror.redis_unavailable and needed[-1] < 2 * MAX_GOOD_ANSWERS:
-                    assert isinstance(mirror.read_head(), Head)
+                while codebook_replica.redis_unavailable and needed[-1] < 2 * MAX_GOOD_ANSWERS:
+                    assert isinstance(codebook_replica.read_head(), Head)
                     needed[-1] += 1
             assert needed == [3, 6, 12, 24, MAX_GOOD_ANSWERS, MAX_GOOD_ANSWERS]
             for _ in range(2 * MAX_GOOD_ANSWERS):
-                assert isinstance(mirror.read_head(), Head)
+                assert isinstance(codebook_replica.read_head(), Head)
             fitful.hangs = True
-            assert mirror.read_head() == "lost"
+            assert codebook_replica.read_head() == "lost"
             fitful.hangs = False
             for away in (True, True, False):
-                assert isinstance(mirror.read_head(), Head)
-                assert mirror.redis_unavailable == away
+                assert isinstance(codebook_replica.read_head(), Head)
+                assert codebook_replica.redis_unavailable == away
 
     def test_no_batch_asks_one_that_never_answers(self, deployment: Settings, users: Users, folder: Path) -> None:
         with listening(silent) as listener:

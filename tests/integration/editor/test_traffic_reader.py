@@ -24,7 +24,7 @@ from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import ChatMessage, encode
-from tests.support.running import PATIENCE, go_on, hang, question, records, wait_until
+from tests.support.running import TIMEOUT, hang, question, records, resume, wait_until
 from tests.support.tiny_models import CHAT, editable, texts
 
 CAPACITY = 24
@@ -140,7 +140,7 @@ def test_a_few_prompts_that_come_again_and_again_are_run_once(
     tail.warm_up()
     send(small, 3000, partition=0, different=CAPACITY // 2)
     ran = counted(tail, monkeypatch)
-    tail.catch_up_to_now(PATIENCE)
+    tail.catch_up_to_now(TIMEOUT)
     assert traffic(tail).positions == {0: 3000}
     assert len(traffic(tail)) == CAPACITY // 2, "so that every one is wanted"
     assert sum(ran) == CAPACITY // 2
@@ -184,7 +184,7 @@ class TestSee:
         tail.warm_up()
         for partition, count in enumerate((3 * QUERY_BATCH_SIZE, 5, 0, 70)):
             send(small, count, partition)
-        tail.catch_up_to_now(PATIENCE)
+        tail.catch_up_to_now(TIMEOUT)
         assert traffic(tail).positions == {0: 3 * QUERY_BATCH_SIZE, 1: 5, 3: 70}
         assert not tail._backlog
 
@@ -217,7 +217,7 @@ class TestSee:
             tail.catch_up_to_now(0.5)
             tail.catch_up_to_now(0.5)
         assert [event["event"] for event in events] == ["traffic_catch_up_incomplete"]
-        go_on(own_kafka)
+        resume(own_kafka)
 
         def read_on() -> bool:
             tail.poll(0.1)

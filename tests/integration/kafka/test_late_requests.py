@@ -13,7 +13,7 @@ from gracestream.pipeline.kafka.topics import EDITS, FEEDBACK, create_topics
 from gracestream.pipeline.kafka.transactions import TransactionalProducer
 from gracestream.pipeline.settings import Settings
 from tests.support.kafka_proxy import Api, Fault, KafkaProxy, Moment, proxied_kafka
-from tests.support.running import records, wait_until, wait_until_settled
+from tests.support.running import records, wait_for_open_transactions, wait_until
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Proxied:
 
     def committed(self) -> list[bytes]:
         """What a reader of committed records sees."""
-        wait_until_settled(self.settings, EDITS)
+        wait_for_open_transactions(self.settings, EDITS)
         return [record.value for record in records(self.settings, EDITS)]
 
     def offset(self) -> int | None:

@@ -16,7 +16,7 @@ from gracestream.pipeline.kafka.topics import DELTAS, PREDICTIONS, TopicError, c
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.settings import KafkaSettings, Settings, load_settings
 from tests.support.hostile import Unreadable, odd_batches
-from tests.support.running import records, settings_for, wait_until_settled, ways_to_leave
+from tests.support.running import kafka_outages, records, settings_for, wait_for_open_transactions
 from tests.support.secured_servers import SUPER_USER, SecuredKafka
 from tests.support.written_history import History, same
 
@@ -95,7 +95,7 @@ def test_what_aiokafka_reads_is_what_kafka_python_reads(
         writer.transaction(f"kept {codec}".encode(), b"too", end="commit")
         writer.transaction(f"aborted {codec}".encode(), b"too", end="abort")
     writer.plain(b"large" * 5_000_000)
-    wait_until_settled(settings, DELTAS)
+    wait_for_open_transactions(settings, DELTAS)
     expected = records(settings, DELTAS)
     assert len(expected) == 6 * len(CODECS) + 1
     assert seen(read_topic(settings.kafka, DELTAS)) == seen(expected)
@@ -132,7 +132,7 @@ def test_reading_ends_before_a_transaction_that_is_open(
     assert by_aiokafka == [0, 1]
     pending.abort_transaction()
     pending.close()
-    wait_until_settled(settings, DELTAS)
+    wait_for_open_transactions(settings, DELTAS)
     assert [record.value for record in read_topic(settings.kafka, DELTAS)] == [b"1", b"2", b"3"]
 
 
@@ -160,7 +160,7 @@ def test_where_nothing_may_be_read_kafka_python_says_so(
         list(read_topic(stranger.kafka, DELTAS))
 
 
-@ways_to_leave
+@kafka_outages
 def test_a_kafka_that_leaves_while_the_bulk_comes_is_waited_for(
     own_kafka: LocalKafka,
     leave: Callable[[LocalKafka], None],
@@ -211,7 +211,7 @@ def test_ctrl_c_is_not_lost_in_the_bulk(
 def test_replay_and_a_starting_replica_read_in_bulk(
     deployment: Settings,
     by_aiokafka: list[int],
-    mirror_of: Callable[..., CodebookReplica],
+    codebook_replica_of: Callable[..., CodebookReplica],
 ) -> None:
     history = History(deployment)
     try:
@@ -223,12 +223,12 @@ def test_replay_and_a_starting_replica_read_in_bulk(
         assert folded is not None
         assert same(folded, history.codebook)
         assert len(by_aiokafka) == 22
-        mirror = mirror_of(deployment)
-        assert mirror.catch_up(30)
+        codebook_replica = codebook_replica_of(deployment)
+        assert codebook_replica.catch_up(30)
         assert len(by_aiokafka) == 44
         history.add("later", [7.0])
-        history.make_live()
-        assert mirror.catch_up(30)
-        assert same(mirror.codebook, history.codebook)
+        history.publish()
+        assert codebook_replica.catch_up(30)
+        assert same(codebook_replica.codebook, history.codebook)
     finally:
         history.close()

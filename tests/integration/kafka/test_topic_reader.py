@@ -18,7 +18,7 @@ from gracestream.pipeline.kafka.reader import TopicReader, open_readers, read_to
 from gracestream.pipeline.kafka.topics import DELTAS, FEEDBACK_DLQ, SNAPSHOTS, create_topics
 from gracestream.pipeline.settings import KafkaSettings
 from gracestream.pipeline.stores.snapshots import find_delta_offset
-from tests.support.running import go_on, hang, settings_for, wait_until
+from tests.support.running import hang, resume, settings_for, wait_until
 from tests.support.tiny_models import LAYER, MODEL
 
 TIMEOUT = 2.0
@@ -158,7 +158,7 @@ def test_a_broker_that_hangs_is_an_error_within_the_timeout(own_kafka: LocalKafk
         fails_in_time("a search for a delta", lambda: find_delta_offset(settings, codebook), KafkaError)
         fails_in_time("a new reader", lambda: TopicReader(settings, DELTAS), KafkaError)
         fails_in_time("a whole topic", lambda: list(read_topic(settings, DELTAS)), KafkaError)
-        go_on(own_kafka)
+        resume(own_kafka)
         assert offsets(reader.read()) == list(range(100))
 
 
@@ -179,4 +179,4 @@ def test_a_search_for_a_delta_ends_where_the_broker_begins_to_hang(
     with pytest.raises(KafkaTimeoutError, match="hung-deltas could not be read on from offset 36"):
         find_delta_offset(impatient, Codebook("default", MODEL, LAYER))
     assert TIMEOUT <= time.monotonic() - started < 3 * TIMEOUT + 2
-    go_on(own_kafka)
+    resume(own_kafka)

@@ -15,7 +15,7 @@ from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.kafka.topics import EDITS, FEEDBACK, create_topics
 from gracestream.pipeline.settings import Settings
-from tests.support.running import hang, records, wait_until_settled
+from tests.support.running import hang, records, wait_for_open_transactions
 
 AWAY = 3.0
 """Seconds of silence: several attempts to connect."""
@@ -67,7 +67,7 @@ def test_a_transaction_that_kafka_died_in_is_committed_once_it_is_back(
     own_kafka.start()
     waiting.join(40)
     assert not waiting.is_alive()
-    wait_until_settled(settings, EDITS)
+    wait_for_open_transactions(settings, EDITS)
     assert [record.value for record in records(settings, EDITS)] == [b"one"]
     writer.close()
 
@@ -94,6 +94,6 @@ def test_whoever_waits_for_a_kafka_that_is_silent_is_told_in_time(
         own_kafka.child.send_signal(signal.SIGCONT)
     writer = begun(settings)  # ends what was open
     writer.commit_transaction()
-    wait_until_settled(settings, EDITS)
+    wait_for_open_transactions(settings, EDITS)
     assert records(settings, EDITS)[-1].value == b"one"
     writer.close()

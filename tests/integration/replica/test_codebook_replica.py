@@ -1,4 +1,4 @@
-"""A replica's mirror: it holds what is live, never less than before, and stops where the history cannot be followed."""
+"""`CodebookReplica`: it holds the published deltas, never goes back, and stops where the history does not continue."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -33,10 +33,10 @@ def history(quick: Settings) -> Iterator[History]:
     made.close()
 
 
-def step(mirror: CodebookReplica) -> int:
+def step(codebook_replica: CodebookReplica) -> int:
     """What a replica does before each batch; the seq that it then holds."""
-    mirror.sync_to_head(mirror.read_head())
-    return mirror.codebook.seq
+    codebook_replica.sync_to_head(codebook_replica.read_head())
+    return codebook_replica.codebook.seq
 
 
 def lost(settings: Settings) -> Settings:
@@ -46,28 +46,28 @@ def lost(settings: Settings) -> Settings:
 
 class TestFollowing:
     def test_it_holds_what_is_live_and_nothing_beyond(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
-        mirror = mirror_of(history.settings)
+        codebook_replica = codebook_replica_of(history.settings)
         history.lead()
         history.add("a", [1.0, 0.0])
-        history.make_live()
+        history.publish()
         history.add("b", [0.0, 1.0])
-        wait_until(lambda: mirror._follower.latest_seq == 3)
-        assert step(mirror) == 2
-        assert mirror.codebook.entry_ids == ["a"]
-        history.make_live()
-        assert step(mirror) == 3
-        assert same(mirror.codebook, history.codebook)
-        nearest = mirror.index.nearest(torch.tensor([[0.1, 0.9]]))
-        assert mirror.codebook.entry_ids[int(nearest.slots_B[0])] == "b"
+        wait_until(lambda: codebook_replica._follower.latest_seq == 3)
+        assert step(codebook_replica) == 2
+        assert codebook_replica.codebook.entry_ids == ["a"]
+        history.publish()
+        assert step(codebook_replica) == 3
+        assert same(codebook_replica.codebook, history.codebook)
+        nearest = codebook_replica.index.nearest(torch.tensor([[0.1, 0.9]]))
+        assert codebook_replica.codebook.entry_ids[int(nearest.slots_B[0])] == "b"
 
     def test_each_delta_is_decoded_and_checked_once_however_often_it_is_polled(
-        self, history: History, mirror_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         history.lead()
         history.add("a", [1.0, 0.0])
-        history.make_live()
+        history.publish()
         history.add("b", [0.0, 1.0])
         history.add("c", [1.0, 1.0])
         decoded, checked = list[int](), list[int]()
@@ -84,36 +84,36 @@ class TestFollowing:
 
         monkeypatch.setattr(msgspec.msgpack, "decode", counted_decode)
         monkeypatch.setattr(Codebook, "_check_position", counted_check)
-        mirror = mirror_of(history.settings)
-        assert mirror.catch_up(30)
-        wait_until(lambda: mirror._follower.latest_seq == 4)
-        assert [step(mirror) for _ in range(20)] == [2] * 20
+        codebook_replica = codebook_replica_of(history.settings)
+        assert codebook_replica.catch_up(30)
+        wait_until(lambda: codebook_replica._follower.latest_seq == 4)
+        assert [step(codebook_replica) for _ in range(20)] == [2] * 20
         assert checked == [1, 2, 3], "the next delta is checked before it is published"
-        history.make_live()
-        assert step(mirror) == 4
+        history.publish()
+        assert step(codebook_replica) == 4
         assert (decoded, checked) == ([1, 2, 3, 4], [1, 2, 3, 4])
 
-    def test_it_never_goes_backwards(self, history: History, mirror_of: Callable[..., CodebookReplica]) -> None:
-        mirror = mirror_of(history.settings)
+    def test_it_never_goes_back(self, history: History, codebook_replica_of: Callable[..., CodebookReplica]) -> None:
+        codebook_replica = codebook_replica_of(history.settings)
         history.lead()
         for entry_id in "abc":
             history.add(entry_id, [1.0, 0.0])
-        history.make_live()
-        assert step(mirror) == 4
+        history.publish()
+        assert step(codebook_replica) == 4
         older = Codebook(history.settings.model.codebook, MODEL, LAYER)
         older.apply(sealed(older, op="lead"))
         history.empty_redis()
         history.store.rebuild(older)
-        assert step(mirror) == 4
-        assert not mirror.degraded
-        history.make_live()
+        assert step(codebook_replica) == 4
+        assert not codebook_replica.degraded
+        history.publish()
         with pytest.raises(StaleHeadError, match="delta 1 of term 1 is not published: Redis has a newer one"):
             history.store.rebuild(older)
 
     def test_a_record_of_a_lower_term_is_passed_over(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
-        mirror = mirror_of(history.settings)
+        codebook_replica = codebook_replica_of(history.settings)
         history.lead()
         history.add("a", [1.0, 0.0])
         stale = Codebook(history.settings.model.codebook, MODEL, LAYER)
@@ -124,168 +124,168 @@ class TestFollowing:
             stale.apply(record)
             history.write(record)
         history.add("b", [0.0, 1.0])
-        history.make_live()
-        wait_until(lambda: step(mirror) == history.codebook.seq, 8, "the head")
-        assert same(mirror.codebook, history.codebook)
+        history.publish()
+        wait_until(lambda: step(codebook_replica) == history.codebook.seq, 8, "the head")
+        assert same(codebook_replica.codebook, history.codebook)
 
     def test_radii_in_redis_that_are_not_the_logs_are_counted_and_not_served(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
-        mirror = mirror_of(history.settings)
+        codebook_replica = codebook_replica_of(history.settings)
         history.lead()
         history.add("a", [1.0, 0.0], radius=0.1)
-        history.make_live()
+        history.publish()
         history.redis.hset(history.redis_key("radii"), "a", "99")
         before = RADIUS_MISMATCH._value.get()
-        assert step(mirror) == 2
+        assert step(codebook_replica) == 2
         assert RADIUS_MISMATCH._value.get() == before + 1
-        assert mirror.codebook.radii_N.tolist() == [np.float32(0.1)]
+        assert codebook_replica.codebook.radii_N.tolist() == [np.float32(0.1)]
 
     def test_a_min_seq_is_waited_for_longer_once_its_delta_was_read(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
-        mirror = mirror_of(history.settings)
+        codebook_replica = codebook_replica_of(history.settings)
         history.lead()
-        history.make_live()
+        history.publish()
         history.add("a", [1.0, 0.0])
-        wait_until(lambda: mirror._follower.latest_seq == 2)
-        assert [mirror.should_wait_for(2, waited) for waited in (0.0, 1.9, 2.1)] == [True, True, False]
-        assert [mirror.should_wait_for(3, waited) for waited in (0.0, 0.4, 0.6)] == [True, True, False]
+        wait_until(lambda: codebook_replica._follower.latest_seq == 2)
+        assert [codebook_replica.should_wait_for(2, waited) for waited in (0.0, 1.9, 2.1)] == [True, True, False]
+        assert [codebook_replica.should_wait_for(3, waited) for waited in (0.0, 0.4, 0.6)] == [True, True, False]
 
     def test_a_live_delta_that_cannot_be_read_is_told_and_waited_for_once(
-        self, history: History, mirror_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        mirror = mirror_of(history.settings)
+        codebook_replica = codebook_replica_of(history.settings)
         history.lead()
         unwritten = sealed(history.codebook, added("a", [1.0, 0.0], 1.0))
         history.codebook.apply(unwritten)
         history.store.rebuild(history.codebook)
         waits: list[float] = []
-        take = mirror._follower.poll
+        take = codebook_replica._follower.poll
 
         def noted(seq: int, timeout: float) -> list[tuple[int, bytes]]:
             waits.append(timeout)
             return take(seq, min(timeout, 0.5))
 
-        monkeypatch.setattr(mirror._follower, "poll", noted)
-        wait_until(lambda: mirror._follower.latest_seq == 1)
-        assert [step(mirror), step(mirror)] == [1, 1]
-        assert mirror.unread_head_seq == 2
+        monkeypatch.setattr(codebook_replica._follower, "poll", noted)
+        wait_until(lambda: codebook_replica._follower.latest_seq == 1)
+        assert [step(codebook_replica), step(codebook_replica)] == [1, 1]
+        assert codebook_replica.unread_head_seq == 2
         assert len(waits) == 3, "for what was read already, in vain for the rest, and not again"
         assert waits[0] <= DELTA_WAIT_SECONDS
         assert 0 < waits[1] <= waits[0]
         assert waits[2] == 0
         history.write(unwritten)
-        wait_until(lambda: step(mirror) == 2)
-        assert mirror.unread_head_seq == 0
+        wait_until(lambda: step(codebook_replica) == 2)
+        assert codebook_replica.unread_head_seq == 0
 
 
 class TestStart:
     @pytest.mark.parametrize("redis", ["with a head", "empty", "lost"])
     def test_it_has_read_the_log_before_it_is_caught_up(
-        self, history: History, mirror_of: Callable[..., CodebookReplica], redis: str
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica], redis: str
     ) -> None:
         history.lead()
         for number in range(50):
             history.add(f"e{number}", [float(number), 0.0])
         if redis == "with a head":
-            history.make_live()
-        mirror = mirror_of(lost(history.settings) if redis == "lost" else history.settings)
-        assert mirror.catch_up(20)
-        assert same(mirror.codebook, history.codebook)
+            history.publish()
+        codebook_replica = codebook_replica_of(lost(history.settings) if redis == "lost" else history.settings)
+        assert codebook_replica.catch_up(20)
+        assert same(codebook_replica.codebook, history.codebook)
 
     def test_it_is_caught_up_with_a_log_that_is_empty(
-        self, quick: Settings, mirror_of: Callable[..., CodebookReplica]
+        self, quick: Settings, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
-        mirror = mirror_of(quick)
-        assert mirror.catch_up(20)
-        assert mirror.codebook.seq == 0
-        mirror.sync_to_head(mirror.read_head())
-        assert not mirror.degraded
+        codebook_replica = codebook_replica_of(quick)
+        assert codebook_replica.catch_up(20)
+        assert codebook_replica.codebook.seq == 0
+        codebook_replica.sync_to_head(codebook_replica.read_head())
+        assert not codebook_replica.degraded
 
     def test_a_first_record_that_cannot_be_read_is_a_fault(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         history.write(b"no delta")
         with pytest.raises(HistoryError, match="the record at offset 0 of deltas cannot be read: not a valid delta"):
-            mirror_of(history.settings).catch_up(20)
+            codebook_replica_of(history.settings).catch_up(20)
 
     def test_a_head_that_the_log_does_not_hold_is_not_waited_for_before_the_log_was_read(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         history.lead()
         ahead = Codebook(history.settings.model.codebook, MODEL, LAYER)
         ahead.apply(sealed(ahead, op="lead"))
         ahead.apply(sealed(ahead, added("a", [1.0], 1.0)))
         history.store.rebuild(ahead)
-        mirror = mirror_of(history.settings.replace(redis_outage_grace=600.0))
-        assert not mirror.catch_up(1), "within the grace period it may be on its way"
-        mirror = mirror_of(history.settings)
-        assert mirror.catch_up(20)
-        assert mirror.degraded
-        assert mirror.codebook.seq == 1
+        codebook_replica = codebook_replica_of(history.settings.replace(redis_outage_grace=600.0))
+        assert not codebook_replica.catch_up(1), "within the grace period it may be on its way"
+        codebook_replica = codebook_replica_of(history.settings)
+        assert codebook_replica.catch_up(20)
+        assert codebook_replica.degraded
+        assert codebook_replica.codebook.seq == 1
 
 
 class TestWithoutRedis:
     def test_it_stays_for_a_grace_then_follows_the_log_and_says_so(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
-        mirror = mirror_of(history.settings)
+        codebook_replica = codebook_replica_of(history.settings)
         history.lead()
-        history.make_live()
-        assert step(mirror) == 1
-        with_redis = mirror._store
-        mirror._store = RedisHeadStore(
+        history.publish()
+        assert step(codebook_replica) == 1
+        with_redis = codebook_replica._store
+        codebook_replica._store = RedisHeadStore(
             redis_client(lost(history.settings).redis),
             history.settings.kafka.topic_prefix,
             history.settings.model.codebook,
         )
         history.add("a", [1.0, 0.0])
-        wait_until(lambda: mirror._follower.latest_seq == 2)
+        wait_until(lambda: codebook_replica._follower.latest_seq == 2)
         lost_at = time.monotonic()
-        assert step(mirror) == 1
-        assert mirror.degraded
-        wait_until(lambda: step(mirror) == 2)
+        assert step(codebook_replica) == 1
+        assert codebook_replica.degraded
+        wait_until(lambda: step(codebook_replica) == 2)
         assert time.monotonic() - lost_at > history.settings.redis.outage_grace
-        assert mirror.degraded
-        mirror._store = with_redis
-        assert step(mirror) == 2, "Redis is back, and a step behind"
-        assert not mirror.degraded
-        history.make_live()
-        assert step(mirror) == 2
+        assert codebook_replica.degraded
+        codebook_replica._store = with_redis
+        assert step(codebook_replica) == 2, "Redis is back, and a step behind"
+        assert not codebook_replica.degraded
+        history.publish()
+        assert step(codebook_replica) == 2
 
     def test_an_emptied_redis_is_as_good_as_lost(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
-        mirror = mirror_of(history.settings)
+        codebook_replica = codebook_replica_of(history.settings)
         history.lead()
-        history.make_live()
-        assert step(mirror) == 1
+        history.publish()
+        assert step(codebook_replica) == 1
         history.empty_redis()
-        assert step(mirror) == 1
-        assert mirror.degraded
+        assert step(codebook_replica) == 1
+        assert codebook_replica.degraded
 
     def test_what_gracestream_never_wrote_is_no_head(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
-        mirror = mirror_of(history.settings)
+        codebook_replica = codebook_replica_of(history.settings)
         history.lead()
-        history.make_live()
-        assert step(mirror) == 1
+        history.publish()
+        assert step(codebook_replica) == 1
         history.redis.hset(history.redis_key("head"), "seq", "many")
-        assert mirror.read_head() == "lost"
+        assert codebook_replica.read_head() == "lost"
         history.redis.set(history.redis_key("head"), "of another type")
-        assert mirror.read_head() == "lost"
-        assert step(mirror) == 1
-        assert mirror.degraded
+        assert codebook_replica.read_head() == "lost"
+        assert step(codebook_replica) == 1
+        assert codebook_replica.degraded
 
     def test_a_batch_is_not_held_up_by_a_lost_redis(
-        self, quick: Settings, mirror_of: Callable[..., CodebookReplica]
+        self, quick: Settings, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
-        mirror = mirror_of(lost(quick))
-        assert mirror.read_head() == "lost"
-        assert mirror.redis_unavailable
-        assert mirror.wait_for_head(None) == "lost"
+        codebook_replica = codebook_replica_of(lost(quick))
+        assert codebook_replica.read_head() == "lost"
+        assert codebook_replica.redis_unavailable
+        assert codebook_replica.wait_for_head(None) == "lost"
 
 
 finite = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False)

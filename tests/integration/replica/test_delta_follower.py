@@ -23,7 +23,7 @@ def history(deployment: Settings) -> Iterator[History]:
 
 
 def test_a_log_larger_than_what_is_held_comes_out_whole(
-    history: History, mirror_of: Callable[..., CodebookReplica]
+    history: History, codebook_replica_of: Callable[..., CodebookReplica]
 ) -> None:
     history.lead()
     wide = np.arange(1_500_000, dtype=np.float32)
@@ -36,9 +36,9 @@ def test_a_log_larger_than_what_is_held_comes_out_whole(
     assert follower.latest_seq < 8
     assert not follower.at_end
     follower.close()
-    mirror = mirror_of(history.settings)
-    assert mirror.catch_up(60)
-    assert same(mirror.codebook, history.codebook)
+    codebook_replica = codebook_replica_of(history.settings)
+    assert codebook_replica.catch_up(60)
+    assert same(codebook_replica.codebook, history.codebook)
 
 
 def test_a_start_beyond_the_end_of_a_log_that_was_cut_is_a_fault(history: History) -> None:

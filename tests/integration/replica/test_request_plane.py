@@ -18,7 +18,7 @@ from gracestream.pipeline.replica.request_plane import (
     RequestPlane,
 )
 from gracestream.pipeline.settings import Settings
-from tests.support.running import PATIENCE, records
+from tests.support.running import TIMEOUT, records
 
 BATCH = 8
 PARTITIONS = 4
@@ -48,7 +48,7 @@ def sending(settings: Settings) -> Iterator[Callable[[int, bytes], Any]]:
 
 async def until(found: Callable[[], object]) -> None:
     """Wait for it, with patience."""
-    async with asyncio.timeout(2 * PATIENCE):
+    async with asyncio.timeout(2 * TIMEOUT):
         while not found():
             await asyncio.sleep(0.02)
 
@@ -77,12 +77,12 @@ def committed(settings: Settings) -> dict[int, int]:
 
 def test_what_a_replica_holds_does_not_grow_with_what_waits(flooded: Settings) -> None:
     taken: list[int] = []
-    go_on = asyncio.Event()
+    resume = asyncio.Event()
     before = waits()
 
     async def answer(batch: list[RequestRecord]) -> AsyncGenerator[ReplyChunk, None]:
         taken.append(len(batch))
-        await go_on.wait()
+        await resume.wait()
         yield echo(batch)
 
     async def run() -> None:
@@ -101,7 +101,7 @@ def test_what_a_replica_holds_does_not_grow_with_what_waits(flooded: Settings) -
             assert MAX_UNANSWERED_BATCHES * BATCH < sum(taken) <= (MAX_UNANSWERED_BATCHES + 1) * BATCH, (
                 "a first batch may be short"
             )
-            go_on.set()
+            resume.set()
             await until(lambda: sum(taken) == 4000)
         finally:
             assert await plane.stop(10, 10)
@@ -141,14 +141,14 @@ def test_requests_that_wait_hold_up_no_other_and_are_not_committed_before_they_a
     release = asyncio.Event()
     release.set()
 
-    async def go_on() -> None:
+    async def resume() -> None:
         plane = RequestPlane(flooded.kafka, flooded.serving, answer)
         await plane.start()
         while len({record.key for record in await asyncio.to_thread(records, flooded, "predictions")}) < 4000:
             await asyncio.sleep(0.2)
         assert await plane.stop(10, 10)
 
-    asyncio.run(go_on())
+    asyncio.run(resume())
     assert sum(committed(flooded).values()) == 4000
 
 

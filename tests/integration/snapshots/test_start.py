@@ -18,46 +18,46 @@ from tests.support.written_history import History, same
 
 class TestStart:
     def test_a_replica_starts_from_the_newest_and_reads_only_the_tail(
-        self, history: History, url: str, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
+        self, history: History, url: str, codebook_replica_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         settings = history.settings.replace(snapshot_url=url)
         for seq in (3, 8):
             snapshot(settings, seq)
         history.add("e7", [5.0, 5.0])
-        history.make_live()
-        mirror = mirror_of(settings)
-        assert mirror.codebook.seq == 8
-        assert mirror.catch_up(20)
-        assert same(mirror.codebook, history.codebook)
+        history.publish()
+        codebook_replica = codebook_replica_of(settings)
+        assert codebook_replica.codebook.seq == 8
+        assert codebook_replica.catch_up(20)
+        assert same(codebook_replica.codebook, history.codebook)
         assert loaded(logged) == [8]
         assert [event["seq"] for event in logged if event["event"] == "delta_applied"] == [9, 10, 11]
-        nearest = mirror.index.nearest(torch.tensor([[5.0, 4.9]]))
-        assert mirror.codebook.entry_ids[int(nearest.slots_B[0])] == "e7"
+        nearest = codebook_replica.index.nearest(torch.tensor([[5.0, 4.9]]))
+        assert codebook_replica.codebook.entry_ids[int(nearest.slots_B[0])] == "e7"
 
     def test_every_cut_and_its_tail_give_the_codebook_of_the_whole_log(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         for seq in range(1, 11):
             snapshot(history.settings, seq)
-            mirror = mirror_of(history.settings)
-            assert mirror.codebook.seq == seq
-            assert mirror.catch_up(20)
-            assert same(mirror.codebook, history.codebook), seq
+            codebook_replica = codebook_replica_of(history.settings)
+            assert codebook_replica.codebook.seq == seq
+            assert codebook_replica.catch_up(20)
+            assert same(codebook_replica.codebook, history.codebook), seq
 
     def test_it_is_never_ahead_of_what_is_live(
-        self, history: History, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
-        history.make_live()
+        history.publish()
         history.add("e7", [5.0, 5.0])
         for seq in (4, 11):
             snapshot(history.settings, seq)
-        mirror = mirror_of(history.settings)
+        codebook_replica = codebook_replica_of(history.settings)
         assert loaded(logged) == [4]
-        assert mirror.catch_up(20)
-        assert mirror.codebook.seq == 10
+        assert codebook_replica.catch_up(20)
+        assert codebook_replica.codebook.seq == 10
 
     def test_what_a_fenced_editor_wrote_after_it_does_not_count(
-        self, history: History, mirror_of: Callable[..., CodebookReplica]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         stale = replay_deltas(history.settings.kafka, 8)
         assert stale is not None
@@ -68,16 +68,16 @@ class TestStart:
             other.add(f"stale-{number}", [7.0, 7.0])
         other.close()
         history.add("e7", [5.0, 5.0])
-        mirror = mirror_of(history.settings)
-        assert mirror.catch_up(20)
-        assert same(mirror.codebook, history.codebook)
+        codebook_replica = codebook_replica_of(history.settings)
+        assert codebook_replica.catch_up(20)
+        assert same(codebook_replica.codebook, history.codebook)
 
     def test_a_store_that_is_none_leaves_the_log(
-        self, history: History, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
-        mirror = mirror_of(history.settings.replace(snapshot_url="nothing://of/the/kind"))
-        assert mirror.catch_up(20)
-        assert same(mirror.codebook, history.codebook)
+        codebook_replica = codebook_replica_of(history.settings.replace(snapshot_url="nothing://of/the/kind"))
+        assert codebook_replica.catch_up(20)
+        assert same(codebook_replica.codebook, history.codebook)
         assert "snapshot_search_failed" in [event["event"] for event in logged]
 
 
@@ -111,20 +111,20 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 class TestDamage:
     def test_the_next_older_one_stands_in_and_then_the_log(
-        self, history: History, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         for damage, (harm, reason) in DAMAGE.items():
             older, newer = (snapshot(history.settings, seq) for seq in (4, 8))
             for manifest, left in ((newer, 4), (older, 0)):
                 logged.clear()
                 harm(file_of(manifest))
-                mirror = mirror_of(history.settings)
-                assert mirror.codebook.seq == left, damage
+                codebook_replica = codebook_replica_of(history.settings)
+                assert codebook_replica.codebook.seq == left, damage
                 assert loaded(logged) == ([4] if left else []), damage
                 assert all(reason in said for said in reasons(logged)), damage
                 assert len(reasons(logged)) == (1 if left else 2), damage
-                assert mirror.catch_up(20)
-                assert same(mirror.codebook, history.codebook)
+                assert codebook_replica.catch_up(20)
+                assert same(codebook_replica.codebook, history.codebook)
             for manifest in (older, newer):
                 if file_of(manifest).is_dir():
                     file_of(manifest).rmdir()
@@ -150,7 +150,7 @@ class TestAnotherLog:
         create_topics(settings.kafka, partitions=4, replication=1)
 
     def test_a_snapshot_ahead_of_a_log_that_was_made_anew_is_rejected(
-        self, history: History, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
+        self, history: History, codebook_replica_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         snapshot(history.settings)
         self.recreate(history.settings)
@@ -158,10 +158,10 @@ class TestAnotherLog:
         try:
             again.lead()
             again.add("other", [1.0])
-            mirror = mirror_of(history.settings)
+            codebook_replica = codebook_replica_of(history.settings)
             assert reasons(logged) == ["the log does not hold its delta at offset 9: was the topic lost, or made anew?"]
-            assert mirror.catch_up(20)
-            assert same(mirror.codebook, again.codebook)
+            assert codebook_replica.catch_up(20)
+            assert same(codebook_replica.codebook, again.codebook)
         finally:
             again.close()
 

@@ -89,7 +89,7 @@ class TestEditor:
 
 class TestCommand:
     def test_it_writes_one_on_demand_without_a_model_or_an_editor(
-        self, history: History, run: Callable[..., Command], mirror_of: Callable[..., CodebookReplica]
+        self, history: History, run: Callable[..., Command], codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         command = run("snapshot", "--seq", "4", "--json", settings=history.settings)
         assert status_of(command) == 0, command.stderr()
@@ -98,10 +98,10 @@ class TestCommand:
         assert hashlib.sha256(file_of(manifest).read_bytes()).hexdigest() == manifest.sha256
         whole = run("snapshot", settings=history.settings)
         assert re.search(r"seq\s+│ 10 ", whole.stdout()), whole.stdout()
-        mirror = mirror_of(history.settings)
-        assert mirror.codebook.seq == 10
-        assert mirror.catch_up(20)
-        assert same(mirror.codebook, history.codebook)
+        codebook_replica = codebook_replica_of(history.settings)
+        assert codebook_replica.codebook.seq == 10
+        assert codebook_replica.catch_up(20)
+        assert same(codebook_replica.codebook, history.codebook)
 
     def test_what_cannot_be_written_is_one_sentence(self, history: History, run: Callable[..., Command]) -> None:
         nowhere = run("snapshot", settings=history.settings, snapshot_url="")

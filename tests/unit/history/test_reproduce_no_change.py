@@ -24,11 +24,11 @@ def said_of(history: Recorded, plan: EditConfig) -> dict[str, str]:
     return describe_environment(history.engine.model, plan)
 
 
-def assert_all_the_same(history: Recorded, fruitless: int) -> None:
+def assert_all_the_same(history: Recorded, no_change: int) -> None:
     compared = history.reproduced().report
     assert compared.first_difference is None
-    assert compared.same_without_delta == len(history.fruitless()) == fruitless
-    assert compared.decisions == compared.same_decisions == compared.same_records + fruitless
+    assert compared.same_without_delta == len(history.no_change()) == no_change
+    assert compared.decisions == compared.same_decisions == compared.same_records + no_change
 
 
 def first_difference(history: Recorded) -> str | None:
@@ -125,18 +125,18 @@ def test_a_reason_in_other_words_is_none() -> None:
     assert_all_the_same(history, 1)
 
 
-@pytest.mark.parametrize("first", ["delta", "fruitless"])
+@pytest.mark.parametrize("first", ["delta", "no_change"])
 def test_differences_are_met_in_the_order_of_feedback(first: str) -> None:
     history = Recorded()
     history.lead(HOPELESS, **said_of(history, PLAN))
-    if first == "fruitless":
+    if first == "no_change":
         history.correct("b", (5, 5), 2)
     history.lead(PLAN)
     history.correct("a", (0, 0), 1)
     history.lead(HOPELESS, **said_of(history, PLAN))
     history.correct("c", (9, 9), 2)
     history.rewrite(4, op="split")
-    expected = {"fruitless": "after delta 2 (feedback 'b', offset 0)", "delta": "delta 4 (feedback 'a', offset 0)"}
+    expected = {"no_change": "after delta 2 (feedback 'b', offset 0)", "delta": "delta 4 (feedback 'a', offset 0)"}
     assert str(first_difference(history)).startswith(expected[first])
 
 
@@ -205,9 +205,9 @@ def test_up_to_a_delta_it_is_what_was_decided_before_the_next_one() -> None:
     history.correct("x", (9, 9), 7)
     history.correct("b", (5, 5), 2)
     history.correct("y", (9, 9), 7)
-    for deltas, fruitless in ((1, 0), (2, 1), (3, 2)):
+    for deltas, no_change in ((1, 0), (2, 1), (3, 2)):
         compared = history.reproduced(deltas).report
-        assert (compared.same_without_delta, compared.first_difference) == (fruitless, None)
+        assert (compared.same_without_delta, compared.first_difference) == (no_change, None)
 
 
 def test_feedback_that_is_gone_is_a_fault() -> None:

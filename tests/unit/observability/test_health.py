@@ -45,12 +45,12 @@ def test_a_worker_that_starts_is_live_and_not_ready(get: Callable[[str], tuple[i
 def test_a_part_that_is_at_one_thing_for_too_long_is_named_until_it_is_done(
     health: Health, get: Callable[[str], tuple[int, str]]
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
+    begun, resume = threading.Event(), threading.Event()
 
     def work() -> None:
         with health.busy("model"):
             begun.set()
-            go_on.wait()
+            resume.wait()
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -60,7 +60,7 @@ def test_a_part_that_is_at_one_thing_for_too_long_is_named_until_it_is_done(
     assert status == 503
     assert "gracestream_stalled 1.0" in get("/metrics")[1].splitlines()
     assert reason.startswith("the model is stalled: it has been at one piece of work for ")
-    go_on.set()
+    resume.set()
     thread.join()
     assert get("/live") == (200, "ok\n")
     assert "gracestream_stalled 0.0" in get("/metrics")[1].splitlines()

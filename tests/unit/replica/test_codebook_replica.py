@@ -30,14 +30,14 @@ def test_entries_that_came_and_went_between_two_batches_leave_no_trace(kept: lis
     follower._buffer_records(list(enumerate(records)))
     with redis_client(settings.redis) as client:
         index = KeyIndex(book, torch.device("cpu"))
-        mirror = CodebookReplica(
+        codebook_replica = CodebookReplica(
             book,
             index,
             RedisHeadStore(client, settings.kafka.topic_prefix, settings.model.codebook),
             follower,
             settings,
         )
-        mirror.sync_to_head(Head(term=1, seq=log.seq, digest=log.digest.hex(), changed_radii={}))
+        codebook_replica.sync_to_head(Head(term=1, seq=log.seq, digest=log.digest.hex(), changed_radii={}))
     assert book.entry_ids == kept
     found = index.nearest_within_radius(torch.tensor([[1.0, 0.0], [4.0, 0.0]])).slots_B.tolist()
     assert found == [0 if kept else -1, -1]
