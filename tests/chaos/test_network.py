@@ -119,7 +119,7 @@ class Network:
             feedback=records(self.settings, FEEDBACK),
             edits=records(self.settings, EDITS),
             deltas=records(self.settings, DELTAS),
-            letters=records(self.settings, FEEDBACK_DLQ),
+            dead_letters=records(self.settings, FEEDBACK_DLQ),
             position=position,
             head=store.read_head(0),
             radii={name: float(np.float32(radius)) for name, radius in store.read_radii().items()},

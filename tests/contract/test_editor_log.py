@@ -65,7 +65,7 @@ class TestTransactions:
         log.close()
         list(log.read_new_deltas())
         log.join()
-        cluster.settle(log, "elected")
+        cluster.wait_for_membership(log, "elected")
         log.fence()
         list(log.read_new_deltas())
         assert cluster.values(DELTAS) == [b"lead", b"half"]

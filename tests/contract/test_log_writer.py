@@ -55,7 +55,7 @@ class TestOneWriter:
                 timeout=TIMEOUT
             )
         first.close()  # which fences nobody, though kafka-python would ask for another epoch here
-        cluster.settle(second, "elected")
+        cluster.wait_for_membership(second, "elected")
         list(second.read_new_deltas())
         second.write_lead(b"lead again")
         second.commit(decided(0, outcome_of("f0"), b"by the second"))

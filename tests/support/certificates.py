@@ -1,4 +1,4 @@
-"""Certificates for tests, of an authority of their own."""
+"""Certificates for tests, issued by a test authority."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,14 @@ from cryptography.hazmat.primitives import serialization
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """An authority, and what it issued, as files."""
+    """An authority and its certificates, as files."""
 
     folder: Path
     authority: trustme.CA
 
     @classmethod
-    def made_in(cls, folder: Path) -> Self:
-        """A new authority, which nobody trusts yet."""
+    def create(cls, folder: Path) -> Self:
+        """A new authority, which no client trusts yet."""
         authority = trustme.CA()
         authority.cert_pem.write_to_path(str(folder / "ca.pem"))
         return cls(folder, authority)
@@ -28,7 +28,7 @@ class Certificates:
         return self.folder / "ca.pem"
 
     def issue(self, name: str, *hosts: str, password: str = "") -> tuple[Path, Path]:
-        """A certificate for hosts, or for a client called `name`, and its key, as PKCS 8, which is what Java reads."""
+        """A certificate for hosts or for a client `name`, and its key in PKCS 8, the format that Java reads."""
         issued = self.authority.issue_cert(*(hosts or (f"{name}.test",)), common_name=name)
         key = serialization.load_pem_private_key(issued.private_key_pem.bytes(), None)
         encryption = (

@@ -1,6 +1,6 @@
-"""A model whose queries a test chooses: the inputs are coordinates, the wrapped module sees them as they are.
+"""A model whose queries a test chooses: its inputs are coordinates, and the wrapped module gets them unchanged.
 
-Everything else is real: torch module, adaptor, value training, engine. Unedited, the model answers class 0.
+Everything else is real: torch module, adaptor, value training, engine. The unedited model answers class 0.
 """
 
 from collections.abc import Sequence
@@ -27,31 +27,31 @@ CLASSES = 4
 
 
 COMMON = tuple(sorted(word for word in common_words() if len(word) > 1 and not contrast_groups().get(word)))
-"""Words in which wordings may differ that agree."""
+"""Words by which two agreeing wordings may differ."""
 
 
 class PointTask(ModelTask):
-    """Inputs are numbers, `0.5 -1 2`; a target is a class."""
+    """Inputs are numbers, such as `0.5 -1 2`; a target is a class."""
 
     def __init__(self, module: nn.Module, worded: bool) -> None:
         self.model, self.worded = module, worded
 
     def _logits(self, points_B1D: Tensor) -> Tensor:
-        """What the module gives, tilted a little by the input: no value is as good for one input as for another."""
+        """The module's output plus a small function of the input, so that no value is equally good for two inputs."""
         logits_B1C: Tensor = self.model(points_B1D)
         return logits_B1C + 0.3 * torch.cos(points_B1D.sum(dim=-1, keepdim=True) * torch.arange(1, CLASSES + 1))
 
     def tokenize(self, inputs: Inputs) -> Prompt:
-        """Tenths."""
+        """One token per coordinate: its tenths."""
         return Prompt(tuple(round(10 * float(number)) for number in str(inputs).split()))
 
     def batch(self, prompts: Sequence[Prompt]) -> Batch:
         return Batch({"points_B1D": torch.tensor([prompt.token_ids for prompt in prompts])[:, None] / 10}, None)
 
     def wording(self, prompt: Prompt) -> str:
-        """Where points are `worded`: even or odd, by the sum of the tenths, and the region. Even and odd disagree.
+        """If points are `worded`: the parity of the sum of the tenths, and the region. Even and odd wordings disagree.
 
-        Points of one region that are both even or both odd have the same words; those of others have other words.
+        Points of one region and one parity have the same words, all others have different words.
         """
         if not self.worded:
             return ""
@@ -101,11 +101,11 @@ class PointTask(ModelTask):
 
 
 class PointModel(EditableModel):
-    """`(1, 1, D)` points through one linear map to `(1, 1, C)` logits; the map is what is edited."""
+    """Maps `(1, 1, D)` points to `(1, 1, C)` logits by one linear module, which is edited."""
 
     def __init__(self, width: int, *, worded: bool = False) -> None:
         self.module: Any = nn.Linear(width, CLASSES)
-        # So small that the bias decides, and yet the output, which values are trained from, tells the inputs apart.
+        # Small, so that the bias decides; yet the outputs, from which values are trained, differ by input.
         self.module.weight.data = 1e-3 * torch.arange(1.0, CLASSES * width + 1).reshape(CLASSES, width).cos()
         self.module.bias.data = torch.eye(CLASSES)[0]
         self.module.requires_grad_(requires_grad=False)
@@ -131,7 +131,7 @@ def at(*coordinates: float) -> str:
 
 
 def answer(made: EditEngine, *point: float) -> int:
-    """The class that the edited model gives a point."""
+    """The edited model's class for a point."""
     supervised = made.model.task.make_target_pass(at(*point), (0,))
     with made.model.adaptor.with_codebook(
         supervised.batch, made.lookup, row_wording=made.model.task.wording_getter(supervised.batch)

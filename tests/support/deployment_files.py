@@ -1,4 +1,4 @@
-"""The files that run gracestream, read."""
+"""Readers of the deployment files: Compose, Kubernetes, Dockerfile."""
 
 import re
 import tomllib
@@ -24,16 +24,16 @@ RESET = object()
 
 
 class ComposeLoader(yaml.SafeLoader):
-    """YAML with the tag by which an override removes what the file below it says."""
+    """Loads YAML with the tag by which a Compose override removes a value of the file below it."""
 
 
 ComposeLoader.add_constructor("!reset", lambda _loader, _node: RESET)
 
 
 def merged(base: Any, over: Any) -> Any:
-    """`over` laid over `base`, as Compose does with mappings; no override of ours has a list where there is one."""
+    """`base` overridden by `over`, as Compose does with mappings. Lists are not merged: no override has one."""
     if not isinstance(base, dict) or not isinstance(over, dict):
-        assert not isinstance(over, list) or base is None, "Compose would append to the list below"
+        assert not isinstance(over, list) or base is None, "Compose would append to the list of the file below"
         return over
     both = base | {key: merged(base.get(key), value) for key, value in over.items()}
     return {key: value for key, value in both.items() if value is not RESET}
@@ -90,7 +90,7 @@ def of_kind(*kinds: str) -> list[dict[str, Any]]:
 
 
 def pods() -> dict[str, dict[str, Any]]:
-    """Pod templates by the name of what makes them."""
+    """Pod templates by the name of their deployment or job."""
     return {owner["metadata"]["name"]: owner["spec"]["template"] for owner in of_kind("Deployment")}
 
 
@@ -101,7 +101,7 @@ def container(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def containers() -> dict[str, dict[str, Any]]:
-    """All containers of all pods by name, those that run before the others included."""
+    """All containers of all pods by name, including init containers."""
     found = [one for pod in pods().values() for one in (*pod["spec"].get("initContainers", ()), container(pod))]
     by_name = {f"gracestream-{one['name']}": one for one in found}
     assert len(by_name) == len(found)
@@ -109,20 +109,20 @@ def containers() -> dict[str, dict[str, Any]]:
 
 
 def in_kubernetes(name: str) -> dict[str, str]:
-    """The environment of a container, as far as it is written down."""
+    """The environment of a container, as far as the manifests give it."""
     (config,) = of_kind("ConfigMap")
     own = {variable["name"]: variable["value"] for variable in containers()[name].get("env", []) if "value" in variable}
     return {**config["data"], **own}
 
 
 def in_compose(name: str) -> dict[str, str]:
-    """The environment of a service on a host that sets nothing."""
+    """The environment of a service on a host without variables of its own."""
     given = compose()["services"][name]["environment"]
     return {key: re.sub(r"\$\{\w+:-(.*?)\}", r"\1", value) for key, value in given.items() if value is not None}
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The Dockerfile's instructions with their arguments, without comments, each on one line."""
+    """The Dockerfile's instructions with their arguments, each on one line, without comments."""
     lines = [line for line in DOCKERFILE.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
     return [(name, arguments.strip()) for name, _, arguments in (line.partition(" ") for line in joined)]

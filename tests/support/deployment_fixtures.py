@@ -1,4 +1,4 @@
-"""Fixtures: checkpoints that load in a moment, and deployments of them. A `conftest.py` imports what its tests need."""
+"""Fixtures: small checkpoints, and deployments of them. A `conftest.py` imports the fixtures of its tests."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 def deploy(
     kafka: str, redis_url: str, checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Settings]:
-    """Settings of a deployment of one kind of model, whose topics exist; nothing runs yet."""
+    """Returns the settings of a deployment of one kind of model. Its topics exist; no worker runs yet."""
     cache = tmp_path_factory.mktemp("cache")
 
     def deployed(kind: str, prefix: str, **chosen: object) -> Settings:
@@ -67,7 +67,7 @@ def deploy(
 
 @pytest.fixture(scope="session")
 def secured_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredKafka]:
-    """A Kafka that lets in only users and certificates it knows, and allows them only what a rule allows."""
+    """A Kafka with authentication and authorisation: it knows users and certificates, and rules allow operations."""
     secured = SecuredKafka(tmp_path_factory.mktemp("secured"))
     secured.start()
     yield secured
@@ -76,7 +76,7 @@ def secured_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredK
 
 @pytest.fixture
 def own_kafka(tmp_path: Path) -> Iterator[LocalKafka]:
-    """A Kafka of the test's own, which may hang."""
+    """A Kafka for one test, which may pause it."""
     with LocalKafka(tmp_path / "kafka") as local:
         yield local
         resume(local)
@@ -84,7 +84,7 @@ def own_kafka(tmp_path: Path) -> Iterator[LocalKafka]:
 
 @pytest.fixture(params=["double", pytest.param("kafka", marks=pytest.mark.kafka)])
 def cluster(request: pytest.FixtureRequest, prefix: str) -> Iterator[Cluster]:
-    """Topics of one deployment, on the double and on the real Kafka."""
+    """The topics of one deployment, on the test double and on the real Kafka."""
     if request.param == "double":
         settings = load_settings(topic_prefix=prefix)
         made = Cluster(settings, MemoryKafka([settings.kafka.topic(topic.name) for topic in TOPICS]))
@@ -104,13 +104,13 @@ def deployment(deploy: Callable[..., Settings], prefix: str) -> Settings:
 
 @pytest.fixture
 def quick(deploy: Callable[..., Settings], prefix: str) -> Settings:
-    """A deployment that follows the log soon after Redis is lost, and does not wait long for a delta."""
+    """A deployment with a short grace period without Redis and a short wait for a delta."""
     return deploy("llama", prefix, redis_outage_grace=0.6, min_seq_wait=2.0)
 
 
 @pytest.fixture
 def users_of() -> Iterator[Callable[[Settings], Users]]:
-    """Users of any deployment, gone at the end of the test."""
+    """Returns the users of a deployment; closes them at the end of the test."""
     present: list[Users] = []
 
     def users(settings: Settings) -> Users:
@@ -130,10 +130,10 @@ def users(deployment: Settings, users_of: Callable[[Settings], Users]) -> Users:
 
 @pytest.fixture
 def codebook_replica_of() -> Iterator[Callable[..., CodebookReplica]]:
-    """Mirrors that have started as a replica's does, whose followers are closed at the end of the test."""
+    """Returns a started `CodebookReplica` of a deployment; closes its follower at the end of the test."""
     followers: list[DeltaFollower] = []
 
-    def codebook_replica(settings: Settings, model: str = MODEL, layer: str = LAYER) -> CodebookReplica:
+    def start(settings: Settings, model: str = MODEL, layer: str = LAYER) -> CodebookReplica:
         codebook = Codebook(settings.model.codebook, model, layer)
         followers.append(DeltaFollower(settings.kafka))
         store = RedisHeadStore(redis_client(settings.redis), settings.kafka.topic_prefix, settings.model.codebook)
@@ -141,27 +141,27 @@ def codebook_replica_of() -> Iterator[Callable[..., CodebookReplica]]:
         made.start()
         return made
 
-    yield codebook_replica
+    yield start
     for follower in followers:
         follower.close()
 
 
 @pytest.fixture
 def logged() -> Iterator[list[EventDict]]:
-    """The events of this process's log."""
+    """The log events of this process."""
     with structlog.testing.capture_logs() as events:
         yield events
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the workers of a test run and log."""
+    """The working folder of a test's workers, with their output."""
     return tmp_path
 
 
 @pytest.fixture
 def run(folder: Path) -> Callable[..., Command]:
-    """Runs a command of `gracestream` to its end, in a folder of its own."""
+    """Runs a command of `gracestream` to its end in a new folder."""
 
     def ran(
         *arguments: str, settings: Settings | None = None, given: str = "", within: float = 90, **chosen: Any

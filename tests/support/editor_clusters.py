@@ -1,4 +1,4 @@
-"""Editors' logs on one cluster, the real Kafka or its double: what the behaviour of both is tested with."""
+"""`EditorLog`s on one cluster, the real Kafka or its test double, for tests of both."""
 
 import threading
 from collections.abc import Iterator
@@ -38,14 +38,14 @@ def decided(
 
 
 class Cluster:
-    """One deployment's topics, and the editors' logs that were opened on it."""
+    """The topics of one deployment, and the `EditorLog`s opened on it."""
 
     def __init__(self, settings: Settings, double: MemoryKafka | None) -> None:
         self.settings, self.double = settings, double
         self._logs: list[EditorLog] = []
 
     def editor(self) -> EditorLog:
-        """An editor's log; nothing is open yet."""
+        """A new `EditorLog` without any connection."""
         if self.double is None:
             made = EditorLog(self.settings.kafka)
         else:
@@ -54,44 +54,44 @@ class Cluster:
         return made
 
     def member(self) -> EditorLog:
-        """One that is in the group and whose place is decided."""
+        """An `EditorLog` that has joined the group, as the elected member or as a standby."""
         made = self.editor()
         list(made.read_new_deltas())
         made.join()
-        self.settle(made, "elected", "standby")
+        self.wait_for_membership(made, "elected", "standby")
         return made
 
     def leader(self, lead: bytes = b"lead") -> EditorLog:
-        """One that leads."""
+        """An `EditorLog` that leads."""
         return self.take_over(self.member(), lead)
 
     def take_over(self, log: EditorLog, lead: bytes = b"lead") -> EditorLog:
-        """Let a standby lead, once it is chosen."""
-        self.settle(log, "elected")
+        """Let a standby lead once it is elected."""
+        self.wait_for_membership(log, "elected")
         log.fence()
         list(log.read_new_deltas())
         log.write_lead(lead)
         return log
 
-    def settle(self, log: EditorLog, *places: str) -> None:
-        """Wait until an editor has one of these places; the others poll meanwhile, each in its own time."""
+    def wait_for_membership(self, log: EditorLog, *states: str) -> None:
+        """Wait until an editor's membership has one of these states; the other editors poll meanwhile."""
         with self.others_polling(log):
-            wait_until(lambda: log.membership(0.05) in places, what=f"a place among {places}")
+            wait_until(lambda: log.membership(0.05) in states, what=f"a membership of {states}")
 
     @contextmanager
     def others_polling(self, log: EditorLog) -> Iterator[None]:
-        """All editors of the group but this one poll in threads of their own.
+        """Inside this context all other editors of the group poll, each in its own thread.
 
-        Members that take turns in one thread need not come to rest: a join that ends between two polls begins anew.
+        If members take turns in one thread, a rebalance may never end: a join that ends between two polls restarts.
         """
         done = threading.Event()
 
-        def take_part(other: EditorLog) -> None:
+        def poll(other: EditorLog) -> None:
             while not done.is_set():
                 other._poll(0.05)
 
         others = [other for other in self._logs if other is not log and other._member is not None]
-        threads = [threading.Thread(target=take_part, args=[other]) for other in others]
+        threads = [threading.Thread(target=poll, args=[other]) for other in others]
         for thread in threads:
             thread.start()
         try:
@@ -102,7 +102,7 @@ class Cluster:
                 thread.join()
 
     def producer(self, **options: Any) -> Any:
-        """One of somebody else's."""
+        """A producer of another program."""
         return (
             producer(self.settings.kafka, **options)
             if self.double is None
@@ -115,7 +115,7 @@ class Cluster:
         return TopicReader(self.settings.kafka, topic, new_consumer=new_consumer)
 
     def send(self, topic: str, *values: bytes) -> None:
-        """Records as users send them."""
+        """Send records as users do."""
         writer = self.producer()
         for value in values:
             writer.send(self.settings.kafka.topic(topic), value=value, partition=0)
@@ -123,7 +123,7 @@ class Cluster:
         writer.close(timeout=5)
 
     def send_dead_letter(self, source_offset: bytes | None) -> None:
-        """A dead letter of feedback that says this of where it came from."""
+        """Send a dead letter of feedback with this header of its source offset."""
         writer = self.producer()
         headers = [] if source_offset is None else [(SOURCE_OFFSET_HEADER, source_offset)]
         writer.send(self.settings.kafka.topic(FEEDBACK_DLQ), value=b"?", headers=headers, partition=0)
@@ -131,7 +131,7 @@ class Cluster:
         writer.close(timeout=5)
 
     def records(self, topic: str) -> list[Any]:
-        """What a reader of committed records sees."""
+        """The committed records of a topic."""
         if self.double is not None:
             return list(self.double.committed(self.settings.kafka.topic(topic)))
         return records(self.settings, topic)
@@ -140,7 +140,7 @@ class Cluster:
         return [record.value for record in self.records(topic)]
 
     def forget_group(self) -> None:
-        """What Kafka does to a group that was idle for a week."""
+        """Delete the group with its offsets, as Kafka does after a week without members."""
         if self.double is not None:
             self.double.forget(self.settings.kafka.topic("editor"))
             return
@@ -154,7 +154,7 @@ class Cluster:
 
 
 def values_of(log: EditorLog) -> list[bytes]:
-    """The records that an editor is handed out now."""
+    """The deltas that an editor reads now."""
     return [record for _, record in log.read_new_deltas()]
 
 
@@ -163,7 +163,7 @@ def outcomes(cluster: Cluster) -> list[Outcome]:
 
 
 def write_half_a_transaction(cluster: Cluster, log: EditorLog) -> None:
-    """All of a transaction but its end."""
+    """Write a whole transaction except its end."""
     log._writer.begin_transaction()
     for topic in (DELTAS, EDITS):
         log._writer.send(cluster.settings.kafka.topic(topic), value=b"half", partition=0)
@@ -172,7 +172,7 @@ def write_half_a_transaction(cluster: Cluster, log: EditorLog) -> None:
 
 
 def end_session(cluster: Cluster, log: EditorLog) -> None:
-    """End an editor's session, as its silence would."""
+    """End an editor's session, as missing heartbeats do."""
     name, member_id = cluster.settings.kafka.topic("editor"), log._group_metadata.member_id
     if cluster.double is not None:
         cluster.double.remove(name, member_id)
@@ -183,7 +183,7 @@ def end_session(cluster: Cluster, log: EditorLog) -> None:
 
 
 def next_offset(log: EditorLog) -> int:
-    """Where the next feedback record lies."""
+    """The offset of the next feedback record."""
     record = wait_until(lambda: log.poll(0.5))
     assert record is not None
     return record[0]

@@ -1,7 +1,7 @@
-"""`gracestream` commands as real processes that start in a moment.
+"""`gracestream` commands as real processes that start fast.
 
-Importing torch and transformers takes a process some ten seconds of a core. Here one server imports them once and
-every command is forked from it: a process of its own, with its own id, signals, memory and log.
+A process takes about ten seconds of a core to import torch and transformers. Here one server imports them once, and
+each command is forked from it: a process with its own id, signals, memory and output.
 """
 
 import ctypes
@@ -44,8 +44,8 @@ def _command(
     errors: Path,
     sabotage: Callable[[], None] | None,
 ) -> None:
-    """The child: what `gracestream` does, with its input from a file and its output in files."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the server it was forked from
+    """The child process: runs `gracestream` with its input from a file and its output in files."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # the child dies with the server
     for path, number in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     for name in [name for name in os.environ if name.startswith("GRACESTREAM_")]:
@@ -62,14 +62,14 @@ def _command(
 
 
 def explicit_settings(settings: Settings) -> dict[str, Any]:
-    """The settings that are not left as they are."""
+    """The settings that differ from their defaults."""
     return settings.explicit_values()
 
 
 class Command:
-    """A command that can be run. `folder` is its working directory and gets its output; `given` is its input.
+    """A command to run. `folder` is its working directory and gets its output; `given` is its input.
 
-    `sabotage` runs in its process before it begins, such as `tests.chaos.dying` has.
+    `sabotage` runs in its process before the command begins, for example a function of `tests.chaos.dying`.
     """
 
     def __init__(
@@ -95,43 +95,43 @@ class Command:
 
     @property
     def running(self) -> bool:
-        """Whether it is there."""
+        """True while the process runs."""
         return self._process is not None and self._process.is_alive()
 
     def start(self) -> None:
-        """Start it, and return at once."""
+        """Start the process, and return at once."""
         arguments = (self._arguments, self._environment, self._given, self.output, self.errors, self._sabotage)
         self._process = _CONTEXT.Process(target=_command, args=arguments, daemon=True)
         self._process.start()
 
     def wait(self, timeout: float = TIMEOUT) -> int:
-        """Its exit status, once it has ended."""
+        """Wait for the end of the process; returns its exit status."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             pytest.fail(f"{self.name} still runs after {timeout:g} s; {self.stderr()}")
         return self.process.exitcode
 
     def run(self, timeout: float = TIMEOUT) -> int:
-        """Start it and wait for its end; the exit status."""
+        """Start the process and wait for its end; returns the exit status."""
         self.start()
         return self.wait(timeout)
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kill the process, as a crash would."""
         self.process.kill()
         self.process.join()
 
     def stop(self) -> int:
-        """Ask it to end, and wait; the exit status."""
+        """Send SIGTERM and wait; returns the exit status."""
         self.process.terminate()
         return self.wait()
 
     def pause(self) -> None:
-        """Let it hang."""
+        """Pause the process."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it run again."""
+        """Let the paused process run again."""
         self._signal(signal.SIGCONT)
 
     def stdout(self) -> str:
@@ -143,7 +143,7 @@ class Command:
         return self.errors.read_text(encoding="utf-8") if self.errors.exists() else ""
 
     def events(self) -> list[dict[str, Any]]:
-        """A worker's own log: nothing stands on its standard error beside it but what a library said."""
+        """The worker's log events; lines of libraries are left out."""
         events = [json.loads(line) for line in self.stderr().splitlines()]
         return [event for event in events if "logger" not in event]
 
@@ -173,7 +173,7 @@ class Forked(Command):
         super().__init__(name, [command], folder, **(explicit_settings(settings) | own))
 
     def wait_ready(self, timeout: float = TIMEOUT) -> None:
-        """Wait until `/ready` answers 200; the test fails where it ends first."""
+        """Wait until `/ready` answers 200; the test fails if the worker ends first."""
 
         def ready() -> bool:
             if not self.running:
@@ -183,28 +183,28 @@ class Forked(Command):
         wait_until(ready, timeout, f"{self.name}, which says {self.stderr()[-2000:]},")
 
     def state(self) -> dict[str, Any]:
-        """What `/state` says."""
+        """The answer of `/state`."""
         found: dict[str, Any] = json.loads(status(self.port, "/state")[1])
         return found
 
     def ready(self) -> tuple[int, str]:
-        """What `/ready` says: status and reason."""
+        """The answer of `/ready`: status and reason."""
         return status(self.port, "/ready")
 
     def live(self) -> tuple[int, str]:
-        """What `/live` says: status and reason."""
+        """The answer of `/live`: status and reason."""
         return status(self.port, "/live")
 
 
 def status_of(command: Command) -> int | None:
-    """Exit status of a command that was run."""
+    """The exit status of a command that has run."""
     return command.process.exitcode
 
 
 def sentence(command: Command) -> str:
-    """The one line on standard error of a command that failed; the events of a worker's log stand beside it."""
+    """The one line on standard error of a failed command, apart from log events."""
     assert status_of(command) == 1, command.stderr()
-    said = [line for line in command.stderr().splitlines() if not line.startswith(("{", "waiting for "))]
-    assert len(said) == 1, command.stderr()
-    assert said[0].startswith("gracestream: ")
-    return said[0].removeprefix("gracestream: ")
+    errors = [line for line in command.stderr().splitlines() if not line.startswith(("{", "waiting for "))]
+    assert len(errors) == 1, command.stderr()
+    assert errors[0].startswith("gracestream: ")
+    return errors[0].removeprefix("gracestream: ")

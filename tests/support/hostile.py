@@ -27,7 +27,7 @@ KEYS: tuple[Key, ...] = (None, b"", b"key", b"\x00\xff\xfe", "schlüssel".encode
 
 
 class Unreadable(str):
-    """The name of a header that is not UTF-8, as clients of other languages write it; ours calls `encode`."""
+    """A header name that is not UTF-8, as clients in other languages may write; kafka-python calls `encode`."""
 
     __slots__ = ()
 
@@ -36,9 +36,9 @@ class Unreadable(str):
 
 
 def odd_batches(monkeypatch: pytest.MonkeyPatch, attributes: int, delta: int) -> None:
-    """From now on kafka-python writes so each record whose value has `odd` in it: Kafka takes that, if uncompressed.
+    """Make kafka-python write odd metadata for each record whose value contains `odd`; Kafka takes it uncompressed.
 
-    `attributes` is its byte of attributes, `delta` its offset in its batch.
+    `attributes` is the record's byte of attributes, `delta` its offset in the batch.
     """
     append = DefaultRecordBatchBuilder.append
 
@@ -55,7 +55,7 @@ def odd_batches(monkeypatch: pytest.MonkeyPatch, attributes: int, delta: int) ->
 def crowded_batch(
     records: int, value: bytes, headers: int, codec: int = 0, *, header: bytes = b"\0\0", attributes: int = 0
 ) -> bytes:
-    """One batch of such records, from offset 0 on, each with so many headers: of 2 bytes, without name and value."""
+    """One batch of these records from offset 0 on, each with this many headers of 2 bytes, without name and value."""
     builder = DefaultRecordBatchBuilder(2, codec, False, -1, -1, -1, 2**30)
     builder.append(0, 1, None, None, [])
     _crowd(builder, records, value, _varint(headers) + header * headers, attributes)
@@ -63,7 +63,7 @@ def crowded_batch(
 
 
 def crowded_batches(monkeypatch: pytest.MonkeyPatch, records: int, value: bytes, headers: int) -> None:
-    """From now on each batch that kafka-python sends has this content; a producer that is idempotent cannot send it."""
+    """Make kafka-python send this content in each batch; an idempotent producer cannot send it."""
     build = DefaultRecordBatchBuilder.build
 
     def crowded(self: Any) -> Any:
@@ -108,9 +108,9 @@ class Hostile:
 
 
 def hostile(kind: Kind, count: int, max_bytes: int, start: int = 1) -> list[Hostile]:
-    """So many records that no model may take, and those that some may which came up on the way to them.
+    """`count` records that every model must reject, and the records in between that some models may take.
 
-    Each has another id than the others, and than those of another `start`, wherever it still has one.
+    Readable ids are unique, also across calls with another `start`.
     """
     made = random.Random(start)
     values = _values(kind, count, start, made)
@@ -123,7 +123,7 @@ def hostile(kind: Kind, count: int, max_bytes: int, start: int = 1) -> list[Host
 
 def _values(kind: Kind, count: int, start: int, made: random.Random) -> Iterator[bytes | None]:
     golden = [json.loads(path.read_bytes()) for path in sorted((FOLDER / "golden").glob(f"*/{kind}-*.json"))]
-    odd = iter(_odd_json(kind, count // 2, made.getrandbits(32)))  # about a fourth is needed
+    odd = iter(_odd_json(kind, count // 2, made.getrandbits(32)))  # about a fourth suffices
     number = 0
     while True:
         number += 1
@@ -144,7 +144,7 @@ def _encoded(fields: Any) -> bytes:
 
 
 def mutated_bytes(made: random.Random, record: bytes) -> bytes:
-    """A few bytes flipped, cut, doubled, swapped, inserted or spliced."""
+    """A copy with a few bytes flipped, cut, doubled, swapped, inserted or spliced."""
     raw = bytearray(record)
     for _ in range(made.randint(1, 6)):
         start = made.randrange(len(raw) + 1)
@@ -194,7 +194,7 @@ ODD: tuple[Callable[[random.Random], Any], ...] = (
 
 
 def _with_odd_field(made: random.Random, kind: Kind, fields: dict[str, Any]) -> dict[str, Any]:
-    """One or two fields of odd kinds, swapped, missing, or under other names."""
+    """A copy with one or two fields of wrong types, swapped, missing, or renamed."""
     names = [
         f"{kind}_id",
         "v",
@@ -221,7 +221,7 @@ def _with_odd_field(made: random.Random, kind: Kind, fields: dict[str, Any]) -> 
 
 
 def _twice(made: random.Random, _: Kind, fields: dict[str, Any]) -> bytes:
-    """A key that stands there twice, with another value the second time."""
+    """A copy with one key twice, with another value the second time."""
     name = made.choice(sorted(fields))
     return _encoded(fields)[:-1] + b", " + _encoded({name: made.choice(ODD)(made)})[1:]
 
@@ -234,7 +234,7 @@ def _nested(made: random.Random, _: Kind, fields: dict[str, Any]) -> bytes:
 
 
 def _huge(made: random.Random, _: Kind, fields: dict[str, Any]) -> bytes:
-    """Around the limit of bytes, mostly below it; a few as large as a broker takes."""
+    """A size around the limit, mostly below it; a few as large as a broker takes."""
     size = made.choice([1_000, 10_000, 10_000, 10_000, 200_000, 262_144, 262_145, 900_000])
     record = _encoded({**fields, "later": ""})
     return made.choice([b"x" * size, record[:-2] + b"x" * (size - len(record)) + record[-2:]])
@@ -260,7 +260,7 @@ WHOLE: tuple[Callable[[random.Random, Kind, dict[str, Any]], bytes | None], ...]
 
 
 def _odd_json(kind: Kind, count: int, start: int) -> list[bytes]:
-    """What hypothesis makes of JSON, and of the fields of a message."""
+    """Random JSON from hypothesis, and random fields of a message."""
     leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=30)
     values = st.recursive(
         leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner), max_leaves=8
@@ -291,7 +291,7 @@ _INTEGERS = jsonschema.Draft7Validator.TYPE_CHECKER.redefine("integer", lambda _
 _Validator: Any = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
     jsonschema.Draft7Validator, type_checker=_INTEGERS
 )
-"""For which 1.0 is no integer: the standard says that it is, the workers reject it."""
+"""A validator for which 1.0 is not an integer. JSON Schema counts it as one, but the workers reject it."""
 VALIDATORS = {
     kind: _Validator(json.loads((FOLDER / "json" / f"{kind}.schema.json").read_bytes()))
     for kind in ("request", "feedback")
@@ -299,7 +299,7 @@ VALIDATORS = {
 
 
 def parsed(value: bytes | None) -> Any:
-    """The record as JSON; None where it is none, or holds half a surrogate, which is no text."""
+    """The record as JSON; None if it is not JSON, or contains half a surrogate."""
     if value is None:
         return None
     try:
@@ -311,14 +311,14 @@ def parsed(value: bytes | None) -> Any:
 
 
 def readable_id(kind: Kind, value: bytes | None) -> str | None:
-    """The id that the record's sender waits for, if there is one."""
+    """The id for which the record's sender waits; None without one."""
     fields = parsed(value)
     found = fields.get(f"{kind}_id") if isinstance(fields, dict) else None
     return found if isinstance(found, str) and 1 <= len(found) <= 256 else None
 
 
 def verdict(kind: Kind, value: bytes | None, max_bytes: int) -> Literal["good", "bad", "depends"]:
-    """Whether every model must take the record, none may, or it depends on the model's limits and vocabulary."""
+    """True if every model must take the record, False if none may, None if it depends on the model."""
     fields = parsed(value)
     if value is None or len(value) > max_bytes or not VALIDATORS[kind].is_valid(fields) or fields["v"] != 1:
         return "bad"

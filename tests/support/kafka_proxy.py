@@ -25,7 +25,7 @@ from gracestream.deploy.local.processes import HOST, find_free_port
 T = TypeVar("T")
 
 ANSWER_SECONDS = 3.0
-"""How long a late request may wait for the broker's response."""
+"""Seconds that a late request may wait for the broker's response."""
 
 
 class Api(IntEnum):
@@ -40,7 +40,7 @@ class Api(IntEnum):
 
 
 Action = Literal["hold", "copy", "cut before", "cut after", "delay request", "delay response"]
-"""What happens to a request.
+"""The fault of a request.
 
 hold: the connection breaks; the request reaches the broker later. copy: the request arrives now and once more later.
 cut before, cut after: the connection breaks before the broker gets the request, or before the client gets the response.
@@ -59,7 +59,7 @@ class Moment:
 
 @dataclass(slots=True)
 class Fault:
-    """What happens to one request; `skip` requests of its kind pass first. Seconds apply to delays."""
+    """The fault of one request; `skip` requests of its kind pass first. Seconds apply to delays."""
 
     api: Api
     action: Action
@@ -90,9 +90,9 @@ class KafkaProxy:
         self.port = port
         self.address = f"{HOST}:{port}"
         self.target: tuple[str, int] | None = None
-        """Where the broker listens."""
+        """The address of the broker."""
         self.requests = dict.fromkeys(Api, 0)
-        """How many requests of each kind have come."""
+        """The number of requests received, by kind."""
         self._faults: list[Fault] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -113,11 +113,11 @@ class KafkaProxy:
         self._loop.close()
 
     def arm(self, *faults: Fault) -> None:
-        """Let these happen; earlier faults that have not happened are dropped."""
+        """Set the faults to come; earlier faults that have not happened are dropped."""
         self._run(self._arm(list(faults)))
 
     def release(self) -> list[Fault]:
-        """Send what is still held; all faults since `arm`."""
+        """Send all held requests; returns all faults since `arm`."""
         self._run(self._release_all())
         return self._faults
 
@@ -159,7 +159,7 @@ class KafkaProxy:
     # Faults.
 
     def strike(self, api: Api, request: bytes) -> Fault | None:
-        """The fault that this request meets, if any."""
+        """The fault of this request, if any."""
         self.requests[api] += 1
         for fault in self._faults:
             if fault.api == api and not fault.happened:
@@ -176,9 +176,9 @@ class KafkaProxy:
         return None
 
     async def reach(self, when: Literal["before", "after"], api: Api, current: Fault | None) -> None:
-        """Deliver what is due before this request, or after its response.
+        """Deliver the late requests that are due before this request, or after its response.
 
-        A held request is due only after its second copy was answered: before that it is no late copy.
+        A held request is due only after its second copy was answered; until then it is not late.
         """
         for fault in self._faults:
             if fault is current or not fault._request or fault.released:
@@ -231,7 +231,7 @@ class _Connection:
         self._from_broker, self._to_broker = broker
         self._waiting: dict[bytes, tuple[Api, Fault | None]] = {}
         self._held = False
-        """Whether the broker's side stays open for a held request."""
+        """True if the broker's side stays open for a held request."""
 
     async def run(self) -> None:
         ways = [asyncio.ensure_future(way) for way in (self._carry_requests(), self._carry_responses())]
@@ -254,7 +254,7 @@ class _Connection:
                     self._to_broker.write(request)
 
     async def _pass(self, api: Api, request: bytes) -> bool:
-        """Forward one request, or do what its fault says; False if the connection breaks."""
+        """Forward one request, or carry out its fault; False if the connection breaks."""
         fault = self._proxy.strike(api, request)
         await self._proxy.reach("before", api, fault)
         match fault and fault.action:
@@ -305,17 +305,17 @@ def proxied_kafka(folder: Path) -> Iterator[tuple[KafkaProxy, LocalKafka]]:
 
 
 LATER = [Api.ADD_PARTITIONS, Api.PRODUCE, Api.PRODUCE, Api.ADD_OFFSETS, Api.OFFSET_COMMIT, Api.END_TXN]
-"""Requests of the next transaction, at which a late one may arrive."""
+"""The requests of the next transaction at which a late request may arrive."""
 
 
 def torn(random: random.Random) -> list[Fault]:
-    """The case that loses corrections: an EndTxn that arrives within the next transaction."""
+    """The fault that loses corrections: an EndTxn arrives within the next transaction."""
     moment = Moment(random.choice(("before", "after")), random.choice(LATER), random.choice((1, 1, 2)))
     return [Fault(Api.END_TXN, "hold", moment, skip=random.randrange(2))]
 
 
 def copied(random: random.Random) -> list[Fault]:
-    """A second copy of any request, which the client knows nothing of."""
+    """A second copy of any request, of which the client does not know."""
     moment = Moment("before", random.choice(LATER), random.choice((1, 1, 2)))
     return [Fault(random.choice(list(Api)), "copy", moment, skip=random.randrange(2))]
 

@@ -1,4 +1,4 @@
-"""Each kind of tiny model, built once a session; a test that changes one builds its own."""
+"""Fixtures of each kind of tiny model, built once a session. A test that changes a model builds its own."""
 
 from collections.abc import Callable
 from functools import cache

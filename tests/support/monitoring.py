@@ -1,4 +1,4 @@
-"""The alerts and the dashboard, read."""
+"""Readers of the alerts and the dashboard."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""A history to be retrained: the records of `deltas`, `feedback` and `edits` that an editor would have written."""
+"""A history to reproduce: the records of `deltas`, `feedback` and `edits` as an editor writes them."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -55,7 +55,7 @@ class Recorded:
         admission = Admission(
             CODEBOOK, listed, require_signature=False, per_minute=1, accepted_since=lambda _: (), marks=lambda _: ()
         )
-        self._intake = FeedbackProcessor(self.engine, admission, self, max_bytes=10_000)
+        self._processor = FeedbackProcessor(self.engine, admission, self, max_bytes=10_000)
         self._offset = self._minute = 0
         self.lead(plan, **environment_of_term)
 
@@ -73,25 +73,25 @@ class Recorded:
         )
 
     def send(self, *values: bytes, minutes: int = 1) -> list[Outcome | None]:
-        """What becomes of records that come so long after each other; of several, which are waiting, together."""
+        """The outcomes of records that arrive `minutes` after each other, waiting for the editor together."""
         read: list[ParsedFeedback] = []
         for value in values:
             offset, self._offset = self._offset, self._offset + 1
             self._minute += minutes
             with suppress(InvalidMessage):
                 self.feedback[offset] = decode(value, Feedback)
-            read.append(self._intake.parse(FeedbackRecord(offset, self._minute * RATE_WINDOW_MS, None, value)))
-        ahead = self._intake.draft_values(read)
-        return [self._decide(one, ahead.get(one.offset)) for one in read]
+            read.append(self._processor.parse(FeedbackRecord(offset, self._minute * RATE_WINDOW_MS, None, value)))
+        drafts = self._processor.draft_values(read)
+        return [self._decide(one, drafts.get(one.offset)) for one in read]
 
-    def _decide(self, one: ParsedFeedback, ahead: DraftValue | None) -> Outcome | None:
-        taken = self._intake.decide(one, ahead)
-        outcome = taken.result.outcome
+    def _decide(self, one: ParsedFeedback, draft: DraftValue | None) -> Outcome | None:
+        decided = self._processor.decide(one, draft)
+        outcome = decided.result.outcome
         if outcome is not None:
-            headers = [(FEEDBACK_OFFSET_HEADER, str(one.offset).encode()), *taken.headers]
+            headers = [(FEEDBACK_OFFSET_HEADER, str(one.offset).encode()), *decided.headers]
             self.edits.append(Stored("edits", len(self.edits), None, encode(outcome), headers, "committed"))
-        if taken.result.delta_record is not None:
-            self._apply(taken.result.delta_record)
+        if decided.result.delta_record is not None:
+            self._apply(decided.result.delta_record)
         return outcome
 
     def take(self, one: Feedback) -> Outcome:
@@ -110,25 +110,25 @@ class Recorded:
         assert score is not None
         self.engine.add_traffic(score, point(*place))
 
-    def no_change(self) -> list[NoChangeDecision]:
-        """What stands on `edits` of decisions that left no delta."""
+    def no_change_decisions(self) -> list[NoChangeDecision]:
+        """The decisions without a delta, from the headers of their outcomes."""
         return [found for found in map(parse_no_change, self.edits) if found is not None]
 
     def reproduced(self, deltas: int | None = None) -> ReproductionRun:
-        """All of it, or as far as so many records of `deltas` go."""
+        """A reproduction of the history, or of its first `deltas` records of `deltas`."""
         engine = self.engine
         made = ReproductionRun(
             self._model(),
             self.feedback_since(0),
             lambda plan: describe_environment(engine.model, plan),
-            self.no_change(),
+            self.no_change_decisions(),
         )
         if all(map(made.reproduce, self.deltas[:deltas])):
             made.finish_seq()
         return made
 
     def rewrite(self, seq: int, **fields: Any) -> None:
-        """Make the history say something else at one delta; all later digests follow."""
+        """Change fields of one delta, and the digests of all later deltas."""
         digest, changed = bytes(32), []
         for record in self.deltas:
             delta = decode_delta(record)

@@ -1,4 +1,4 @@
-"""Parts that the integration tests share: tiny checkpoints on disk, running stacks, and patience with a deadline."""
+"""Shared parts of tests with processes: tiny checkpoints on disk, records of topics, users, and waits."""
 
 import dataclasses
 import logging
@@ -26,7 +26,7 @@ from tests.support.tiny_models import CHAT, SIZE, bert, tokenizer
 
 T = TypeVar("T")
 TIMEOUT = 60.0
-"""Seconds that something may take on a busy machine before a test gives up on it."""
+"""Seconds after which a wait fails, long enough for a busy machine."""
 
 LIMITS = {
     "max_input_tokens": 40,
@@ -35,7 +35,7 @@ LIMITS = {
     "session_timeout": 8.0,
     "shutdown_timeout": 25.0,
 }
-"""Of a deployment; what it says of time is said anew where a test is about that."""
+"""Limits of each deployment. Tests of timeouts set their own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class Checkpoint:
     query: str = "auto"
 
     def settings(self) -> dict[str, Any]:
-        """What a deployment of it sets."""
+        """The settings of a deployment with this model."""
         own = {"layer": self.layer, "inject_tokens": self.replace, "query_source": self.query}
         return {**LIMITS, "model": str(self.folder), **own}
 
 
 def llama(positions: int = 64) -> Any:
-    """Wide enough that every edit of one word trains to success, whatever the random weights."""
+    """A model wide enough to learn every one-word target, whatever its random weights."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=SIZE, hidden_size=192, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
@@ -68,7 +68,7 @@ def llama(positions: int = 64) -> Any:
 
 
 def t5() -> Any:
-    """Likewise."""
+    """As `llama`, an encoder-decoder."""
     return T5ForConditionalGeneration(
         T5Config(
             vocab_size=SIZE, d_model=192, d_kv=12, d_ff=384, num_layers=3, num_decoder_layers=3, num_heads=4,
@@ -86,7 +86,7 @@ BUILDERS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
 
 
 def save_checkpoint(kind: str, folder: Path) -> Checkpoint:
-    """A tiny model of one kind, with random weights that are the same each time."""
+    """A tiny model of one kind, with the same random weights each time."""
     build, special_tokens, layer, replace = BUILDERS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -97,14 +97,14 @@ def save_checkpoint(kind: str, folder: Path) -> Checkpoint:
 
 
 def wait_until(found: Callable[[], T], timeout: float = TIMEOUT, what: str = "") -> T:
-    """The first truthy answer of `found`, which is asked every 50 ms; the test fails after `timeout` seconds."""
+    """Call `found` every 50 ms until its result is truthy, and return it; the test fails after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
-        late = time.monotonic() > deadline
+        timed_out = time.monotonic() > deadline
         if answer := found():
             return answer
-        if late:
-            pytest.fail(f"{what or 'it'} did not come about in {timeout:g} s; the last answer was {answer!r}")
+        if timed_out:
+            pytest.fail(f"{what or 'it'} did not happen in {timeout:g} s; the last answer was {answer!r}")
         time.sleep(0.05)
 
 
@@ -127,7 +127,7 @@ def records(settings: Settings, topic: str) -> list[Any]:
 
 
 def wait_for_open_transactions(settings: Settings, *topics: str) -> None:
-    """Until no transaction is open on any of the topics: Kafka ends one partition after partition."""
+    """Wait until no transaction is open on any of the topics. Kafka ends a transaction partition by partition."""
     committed, whole = consumer(settings.kafka), consumer(settings.kafka, isolation_level="read_uncommitted")
     try:
         names = [settings.kafka.topic(topic) for topic in topics]
@@ -162,7 +162,7 @@ def settings_for(kafka: str, redis_url: str, prefix: str, **chosen: Any) -> Sett
 
 
 def status(port: int, path: str) -> tuple[int, str]:
-    """Status and body of `GET path`; 0 where nothing answers."""
+    """Status and body of `GET path`; status 0 if no server answers."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=TIMEOUT) as answer:
             return answer.status, answer.read().decode()
@@ -179,7 +179,7 @@ def metric(port: int, name: str) -> float:
 
 
 def members(settings: Settings) -> list[str]:
-    """Who is in the replicas' consumer group."""
+    """The ids of the members of the replicas' consumer group."""
     logging.getLogger("kafka.admin").setLevel(
         logging.ERROR
     )  # it cannot read faust's own metadata, and says so at length
@@ -195,13 +195,13 @@ def members(settings: Settings) -> list[str]:
 
 
 def hang(kafka: LocalKafka) -> None:
-    """Stop its process where it is; on return all of its threads have stopped."""
+    """Pause the server's process; returns once all of its threads have stopped."""
     kafka.child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, kafka.child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 def resume(kafka: LocalKafka) -> None:
-    """Let it go on, if it hangs, until it answers: its controller may have given its broker up meanwhile."""
+    """Let a paused server run, and wait until it answers: its controller may have expelled its broker meanwhile."""
     kafka.child.send_signal(signal.SIGCONT)
     if kafka.child.running:
         wait_until(lambda: kafka.is_responding(TIMEOUT))
@@ -210,18 +210,18 @@ def resume(kafka: LocalKafka) -> None:
 kafka_outages = pytest.mark.parametrize(
     ("leave", "come_back"), [(hang, resume), (LocalKafka.kill, LocalKafka.start)], ids=["hangs", "is dead"]
 )
-"""How a Kafka of the test's own is away for a while."""
+"""The ways in which a Kafka is unavailable for a while."""
 
 
 class Users:
-    """The people at the other end: they ask, they correct, and they wait for what becomes of it."""
+    """Users of a deployment: they send requests and feedback, and wait for answers and outcomes."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.client = Client(settings)
 
     def ask(self, *requests: Request, timeout: float = TIMEOUT) -> dict[str, Prediction]:
-        """The first prediction for each request; a test fails where one is missing."""
+        """The first prediction for each request; the test fails if one is missing."""
         with self.client.predictions() as replies:
             self.client.send(requests)
             found = replies.wait([request.request_id for request in requests], timeout)
@@ -229,7 +229,7 @@ class Users:
         return found
 
     def correct(self, *feedback: Feedback, timeout: float = TIMEOUT) -> dict[str, Outcome]:
-        """The first outcome of each feedback record; a test fails where one is missing."""
+        """The first outcome of each feedback record; the test fails if one is missing."""
         with self.client.outcomes() as replies:
             self.client.send(feedback)
             found = replies.wait([one.feedback_id for one in feedback], timeout)
@@ -237,7 +237,7 @@ class Users:
         return found
 
     def close(self) -> None:
-        """Leave."""
+        """Close the client."""
         self.client.close()
 
 
@@ -252,5 +252,5 @@ def flag(feedback_id: str, inputs: Any, target: str) -> Feedback:
 
 
 def own_environment() -> dict[str, str]:
-    """The environment of a newcomer's shell: without any GRACESTREAM_ variable."""
+    """The environment without any GRACESTREAM_ variable, as in a new shell."""
     return {name: value for name, value in os.environ.items() if not name.startswith("GRACESTREAM_")}

@@ -2,8 +2,8 @@
 
 Two kinds of tests share a run: some start processes and mostly wait, the others compute. So:
 
-1. A file is one piece of work: what its tests share is made once, and their order is kept.
-2. The tests of `LONG_FILES` are a piece each, since one of these files alone would take longer than all the rest.
+1. A file is one piece of work: its tests share their fixtures and keep their order.
+2. Each test of `LONG_FILES` is a piece of work, since one of these files would take longer than all others.
 3. The pieces of both kinds alternate evenly, so that at any time some tests wait while others compute.
 """
 
@@ -27,7 +27,7 @@ LONG_FILES = (
     "tests/system/test_poison.py",
     "tests/system/test_shutdown.py",
 )
-"""Files of long tests, which share nothing that is expensive. They begin first, in this order."""
+"""Files of long tests without expensive shared fixtures. They begin first, in this order."""
 
 
 def piece_of(nodeid: str) -> str:
@@ -37,7 +37,7 @@ def piece_of(nodeid: str) -> str:
 
 
 def arrange(items: list[pytest.Item]) -> None:
-    """Sort the pieces of work; the order within each is kept."""
+    """Sort the pieces of work; the order within each piece is kept."""
     pieces: dict[str, list[pytest.Item]] = {}
     for item in items:
         pieces.setdefault(piece_of(item.nodeid), []).append(item)
@@ -49,7 +49,7 @@ def arrange(items: list[pytest.Item]) -> None:
 
 
 def _rank_of_long_file(piece: list[pytest.Item]) -> int:
-    """The place of the piece's file among the long files; after them for any other file."""
+    """The index of the piece's file among the long files; other files come after them."""
     file = piece[0].nodeid.split("::", maxsplit=1)[0]
     return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
 

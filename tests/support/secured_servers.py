@@ -1,4 +1,4 @@
-"""A Kafka and a Redis as a careful operator runs them: TLS, passwords, and rules without which nothing is allowed."""
+"""A Kafka and a Redis with TLS, passwords and access rules, which deny everything that they do not allow."""
 
 import asyncio
 import os
@@ -29,14 +29,14 @@ LOGIN_MODULES = "org.apache.kafka.common.security"
 
 
 class SecuredKafka:
-    """SASL_SSL for users with passwords, SSL for those with certificates, and PLAINTEXT for the broker itself.
+    """A Kafka with SASL_SSL for passwords, SSL for client certificates, and PLAINTEXT for the broker itself.
 
     Every user of SCRAM has the password `{name}'s secret`. Its own certificate is for 127.0.0.1 alone.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.certificates = Certificates.made_in(folder)
+        self.certificates = Certificates.create(folder)
         certificate, key = self.certificates.issue("broker", "127.0.0.1")
         (folder / "broker.both").write_bytes(key.read_bytes() + certificate.read_bytes())
         scram = f"{LOGIN_MODULES}.scram.ScramLoginModule required;"
@@ -62,7 +62,7 @@ class SecuredKafka:
         )
 
     def add_users(self, *names: str, mechanism: str = "SCRAM-SHA-512") -> None:
-        """Users with passwords."""
+        """Add users with passwords."""
         client = admin(load_settings(kafka=self.server.address).kafka)
         try:
             kind = ScramMechanism[mechanism.replace("-", "_")]
@@ -84,7 +84,7 @@ class SecuredKafka:
         }
 
     def with_certificate(self, name: str, password: str = "") -> dict[str, Any]:
-        """Settings of a client that is known by its certificate."""
+        """Settings of a client with a certificate."""
         certificate, key = self.certificates.issue(name, password=password)
         return {
             "kafka": self.server.addresses["SSL"],
@@ -95,12 +95,12 @@ class SecuredKafka:
         } | ({"kafka_key_password": password} if password else {})
 
     def start(self) -> None:
-        """Start it; whoever may do anything is there."""
+        """Start the server, with its super user."""
         self.server.start()
         self.add_users(SUPER_USER)
 
     def set_acls(self, prefix: str, cache: Path, arguments: Sequence[str] = (), **chosen: str) -> str:
-        """Run deploy/acls.sh as the super user, for `{prefix}editor`, `{prefix}replica` and so on; what it prints."""
+        """Run deploy/acls.sh as the super user, for `{prefix}editor` and the other users; returns its output."""
         properties = self.folder / "admin.properties"
         properties.write_text(
             "security.protocol=SASL_SSL\n"
@@ -127,14 +127,14 @@ class SecuredKafka:
 
 
 class SecuredRedis:
-    """A Valkey behind TLS, for clients with a certificate, where only the users of deploy/redis.acl may do a thing.
+    """A Valkey behind TLS for clients with certificates. Only the users of deploy/redis.acl have rights.
 
-    The Valkey of PyPI is built without TLS, so a few lines of asyncio end it in front of one, as stunnel would.
+    The package of Valkey is built without TLS. So an asyncio server terminates TLS in front of it, like stunnel.
     """
 
     def __init__(self, folder: Path) -> None:
         self.server = LocalRedis(folder / "data")
-        self.certificates = Certificates.made_in(folder)
+        self.certificates = Certificates.create(folder)
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=self.certificates.ca)
         self._context.verify_mode = ssl.CERT_REQUIRED
         self._context.load_cert_chain(*self.certificates.issue("redis", "127.0.0.1"))
@@ -144,7 +144,7 @@ class SecuredRedis:
         self.address = f"{HOST}:{self._port}"
 
     def add_workers(self, prefix: str) -> None:
-        """The users of deploy/redis.acl, as `{prefix}editor` and `{prefix}replica`; everyone else loses every right."""
+        """Add the users of deploy/redis.acl as `{prefix}editor` and `{prefix}replica`; other users lose all rights."""
         with self._root() as root:
             for line in REDIS_ACL.read_text(encoding="utf-8").splitlines():
                 _, user, *rules = line.split()
@@ -153,12 +153,12 @@ class SecuredRedis:
                 root.execute_command("ACL", "SETUSER", name, "reset", *own)
 
     def allow(self, user: str, rule: str) -> None:
-        """Change what a user may do."""
+        """Change the rights of a user."""
         with self._root() as root:
             root.execute_command("ACL", "SETUSER", user, rule)
 
     def denied_commands(self, prefix: str) -> list[str]:
-        """The commands that users of a deployment were not allowed."""
+        """The commands that were denied to users of a deployment."""
         with self._root() as root:
             return [entry["object"] for entry in root.acl_log() if entry["username"].startswith(prefix)]
 
@@ -209,12 +209,12 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 
 
 def password_of(name: str) -> str:
-    """A password with a blank and a quote in it."""
+    """A password with a blank and a quote."""
     return f"{name}'s secret"
 
 
 def kafka_acls(folder: Path, cache: Path) -> Path:
-    """What Kafka's bin/kafka-acls.sh does; its class is in a jar that a broker does not need, so Maven fetches it."""
+    """Does the same as Kafka's bin/kafka-acls.sh, whose class is in a jar of its own that Maven fetches."""
     jars = fetch_jars(cache)
     tools = cache / f"kafka-tools-{kafka_version()}"
     artifact = f"org.apache.kafka:kafka-tools:{kafka_version()}"

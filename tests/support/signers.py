@@ -1,4 +1,4 @@
-"""People who sign what they send, the list of them, and an editor that knows the list."""
+"""Authors who sign their feedback, the list of authors, and an editor with this list."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,17 +25,17 @@ def line(author: str, key: Ed25519PrivateKey, per_minute: int = 0, roles: Sequen
 
 
 def signed(author: str, prompt: str, key: Ed25519PrivateKey, codebook: str = "default") -> SignedFeedback:
-    """A correction."""
+    """A signed correction."""
     return signed_as(author, key, codebook, inputs=prompt, target="museum", reviewed=["by", author])
 
 
 def signed_as(author: str, key: Ed25519PrivateKey, codebook: str = "default", **fields: Any) -> SignedFeedback:
-    """Any feedback."""
+    """Signed feedback of any kind."""
     return parse_signed_feedback(sign(feedback_to_sign(fields, author), key, codebook))
 
 
 class Deployment:
-    """An editor that takes what is signed by those on its list, its users, and the list."""
+    """An editor with a list of authors, and its users."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.settings, self.authors = settings, Path(str(settings.auth.authors_file))
@@ -43,7 +43,7 @@ class Deployment:
         self.editor = Forked("editor", "edit", settings, folder)
 
     def send(self, *feedback: SignedFeedback) -> list[Outcome]:
-        """What becomes of these, in their order."""
+        """The outcomes of these records, in their order."""
         with self.users.client.outcomes() as replies:
             self.users.client.send(feedback)
             found = replies.wait([one.feedback_id for one in feedback], TIMEOUT)
@@ -51,5 +51,5 @@ class Deployment:
         return list(found.values())
 
     def deltas(self) -> int:
-        """How many there are, but for those of new terms."""
+        """The number of deltas, without `lead` deltas."""
         return sum(delta.op != "lead" for delta in deltas_in_log(self.settings))

@@ -10,11 +10,11 @@ from gracestream.schemas.messages import ChatMessage
 from tests.support.tiny_models import SIZE, tokenizer
 
 ROOM = 16
-"""Tokens of the encoder's longest pass, two of them its own."""
+"""Token limit of the encoder, including its two special tokens."""
 
 
 class Counted(SentenceEncoder):
-    """Says how often it was asked."""
+    """Counts its calls."""
 
     calls = 0
 

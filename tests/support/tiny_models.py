@@ -43,7 +43,7 @@ torch.set_num_threads(1)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of model: how to build it, and the layer that the tests edit, as the paper writes it."""
+    """One kind of model: its builder, and the layer that the tests edit, in the paper's notation."""
 
     build: Callable[[], Any]
     layer: str
@@ -51,7 +51,7 @@ class Kind:
 
 
 def tokenizer(template: str = "", **names: Any) -> PreTrainedTokenizerFast:
-    """One token a word; the words are those of the probe sentences."""
+    """A tokenizer with one token per word of the probe sentences."""
     vocabulary = {word: index for index, word in enumerate([*SPECIALS, *WORDS])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -128,7 +128,7 @@ def editable(
     chat_template: str | None = None,
     **adaptor: Any,
 ) -> EditableModel:
-    """A model of a kind with an adaptor; equal seeds give equal weights. The global random state is left alone."""
+    """A model of a kind with an adaptor. Equal seeds give equal weights; the global random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = KINDS[kind].build()
@@ -147,7 +147,7 @@ def editable(
 def correct(
     engine: EditEngine, feedback_id: str, inputs: Inputs, target: str, offset: int = 0
 ) -> tuple[Outcome, bytes | None]:
-    """Correct one input and apply what was decided; the outcome, and the record if there is one."""
+    """Correct one input and apply the decision; returns the outcome, and the delta if there is one."""
     edited = engine.edit(make_correction(feedback_id, inputs, target), offset)
     assert edited.outcome is not None
     if edited.delta_record is not None:
@@ -171,7 +171,7 @@ def added(
 def sealed(
     codebook: Codebook, /, *entries: EntryChange, op: Op = "add", cause: Cause | None = None, **fields: Any
 ) -> bytes:
-    """The record that follows what `codebook` has seen; `fields` override any of the delta's."""
+    """The next delta of `codebook`; `fields` override those of the delta."""
     usual: dict[str, Any] = {
         "v": 1,
         "codebook": codebook.name,
@@ -186,21 +186,21 @@ def sealed(
 
 
 def new_codebook(model: str = MODEL, layer: str = LAYER) -> Codebook:
-    """Empty, in its first term."""
+    """An empty codebook in its first term."""
     codebook = Codebook(CODEBOOK, model, layer)
     codebook.apply(sealed(codebook, op="lead"))
     return codebook
 
 
 def changed(codebook: Codebook, *entries: EntryChange, op: Op = "add") -> AppliedDelta:
-    """What the next delta did to a codebook."""
+    """Apply the next delta with these changes; returns the applied delta."""
     applied = codebook.apply(sealed(codebook, *entries, op=op))
     assert applied is not None
     return applied
 
 
 def filled(keys_ND: np.ndarray, radii: float | np.ndarray = 1.0) -> Codebook:
-    """One entry for each key, in their order."""
+    """A codebook with one entry per key, in order."""
     codebook = new_codebook()
     radii_N = np.broadcast_to(radii, len(keys_ND)).tolist()
     entries = [added(f"e{row}", keys_ND[row], radius) for row, radius in enumerate(radii_N)]
@@ -219,13 +219,13 @@ def texts(count: int, seed: int = 0, shortest: int = 2, longest: int = 12) -> li
 
 
 def with_radius(codebook: Codebook, entry_id: str, radius: float, value: np.ndarray | None = None) -> bytes:
-    """The record that gives an entry another radius, and another value if there is one."""
+    """The delta that gives an entry another radius, and another value if given."""
     change = EntryChange(entry_id=entry_id, radius=radius, value=UNSET if value is None else Tensor.from_array(value))
     return sealed(codebook, change, op="split")
 
 
 class Failing(torch.nn.Module):
-    """Raises what it was given for batches that are too large for it."""
+    """Raises `error` for batches of more than `room` rows."""
 
     def __init__(self, inner: torch.nn.Module, error: Exception, room: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A small tokenizer of each family that models use."""
+"""A small tokenizer of each family."""
 
 import string
 from collections.abc import Callable
@@ -23,7 +23,7 @@ ROLE = "<\N{FULLWIDTH VERTICAL LINE}User\N{FULLWIDTH VERTICAL LINE}>"
 
 
 def byte_level_bpe() -> Any:
-    """As of GPT-2 and most language models; two of its added tokens are not called special, one is mere white space."""
+    """As GPT-2 and most language models. Two added tokens are not marked special; one of them is white space."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -43,7 +43,7 @@ def byte_level_bpe() -> Any:
 
 
 def whole_word_bpe() -> Any:
-    """As of Llama 2 and 3: a word that is in the vocabulary is one token, whatever its parts."""
+    """As Llama 2 and 3: each word of the vocabulary is one token, whatever its parts."""
     words = ["<unk>", "<s>", "</s>", *CHARACTERS, BLANK]
     vocabulary = {text: place for place, text in enumerate(words)}
     merges = [("<", "/"), ("</", "s"), ("</s", ">")]
@@ -58,7 +58,7 @@ def whole_word_bpe() -> Any:
 
 
 def wordpiece() -> Any:
-    """As of BERT."""
+    """As BERT."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words = {text: place for place, text in enumerate([*special, *CHARACTERS, *(f"##{one}" for one in CHARACTERS)])}
     backend = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
@@ -72,7 +72,7 @@ def wordpiece() -> Any:
 
 
 def unigram() -> Any:
-    """As of T5 and XLM-R: the vocabulary, and so the search for the best split, holds the control tokens too."""
+    """As T5 and XLM-R: the vocabulary, and so the search for the best split, includes the control tokens."""
     scores = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (BLANK, -2.0)]
     scores += [(one, -6.0 - place / 100) for place, one in enumerate(CHARACTERS) if one != "?"]
     backend = Tokenizer(models.Unigram([*scores, (f"{BLANK}the", -4.0)], unk_id=2))

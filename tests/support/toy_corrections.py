@@ -1,4 +1,4 @@
-"""Corrections that tiny models can take."""
+"""Corrections for tiny models."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,6 @@ from gracestream.pipeline.experiments.tasks import Example
 
 
 def examples_of(kind: str, inputs: Sequence[str]) -> list[Example]:
-    """Each text with one of three targets, in turns; it is about its last word."""
+    """Each text with one of three targets in turn; its subject is its last word."""
     targets = ["right", "wrong", "both"] if kind == "bert" else ["train", "bridge", "river"]
     return [Example(text, targets[place % 3], text.split()[-1]) for place, text in enumerate(inputs)]

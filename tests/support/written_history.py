@@ -27,26 +27,26 @@ class History:
         self._applied: AppliedDelta | None = None
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connections."""
         self._producer.close(timeout=5)
         self.redis.close()
 
     def write(self, value: bytes | None, topic: str = "deltas", headers: Sequence[tuple[str, bytes]] = ()) -> int:
-        """One record as it is; its offset."""
+        """Write one record; returns its offset."""
         sent = self._producer.send(self.settings.kafka.topic(topic), value=value, headers=list(headers), partition=0)
         offset: int = sent.get(timeout=30).offset
         return offset
 
     def lead(self, **fields: Any) -> int:
-        """A new term."""
+        """Write the `lead` delta of a new term; returns its seq."""
         return self.step(op="lead", **fields)
 
     def add(self, entry_id: str, key: list[float], radius: float = 1.0, **fields: Any) -> int:
-        """A new entry; the delta's seq."""
+        """Write a delta with a new entry; returns its seq."""
         return self.step(added(entry_id, key, radius), **fields)
 
     def step(self, *entries: EntryChange, feedback: Feedback | None = None, **fields: Any) -> int:
-        """One delta, with the feedback behind it where there is some; its seq."""
+        """Write one delta, and the feedback that caused it if given; returns its seq."""
         if feedback is not None:
             offset = self.write(encode(feedback), "feedback")
             fields["cause"] = Cause(feedback_id=feedback.feedback_id, offset=offset, entry_id=entries[0].entry_id)
@@ -65,12 +65,12 @@ class History:
         return next(key for key in self.store._keys if key.endswith(f":{name}"))
 
     def empty_redis(self) -> None:
-        """What a Redis without persistence shows after a restart, for this deployment alone."""
+        """Delete this deployment's keys, as a restart of a Redis without persistence does."""
         self.redis.delete(*self.store._keys)
 
 
 def same(ours: Codebook, theirs: Codebook) -> bool:
-    """Whether two codebooks are equal in every bit, and in their place in the history."""
+    """True if two codebooks are equal bit for bit, with equal positions in equal histories."""
     return (
         (ours.name, ours.model, ours.layer, ours.term, ours.seq)
         == (theirs.name, theirs.model, theirs.layer, theirs.term, theirs.seq)

@@ -178,7 +178,7 @@ class TestKafka:
     ) -> None:
         said = access_error(run, {**identities["PLAIN"], "kafka_ca": ""})
         assert "is not trusted: unable to get local issuer certificate; check GRACESTREAM_KAFKA_CA" in said
-        other = Certificates.made_in(tmp_path)
+        other = Certificates.create(tmp_path)
         assert "is not trusted: " in access_error(run, {**identities["PLAIN"], "kafka_ca": str(other.ca)})
 
     def test_a_certificate_for_another_host(
@@ -198,7 +198,7 @@ class TestKafka:
         identity = identities["certificate"]
         without = {name: value for name, value in identity.items() if name not in {"kafka_certificate", "kafka_key"}}
         assert "rejects the client's certificate" in access_error(run, without)
-        certificate, key = Certificates.made_in(tmp_path).issue(SUPER_USER)
+        certificate, key = Certificates.create(tmp_path).issue(SUPER_USER)
         strangers = {"kafka_certificate": str(certificate), "kafka_key": str(key)}
         assert "rejects the client's certificate" in access_error(run, without, **strangers)
 

@@ -57,7 +57,7 @@ def test_the_next_editor_completes_a_torn_transaction(
     assert all(outcome.status != "rejected" for outcome in outcomes)
     left = Left(
         feedback=records(deployment, FEEDBACK), edits=records(deployment, EDITS), deltas=records(deployment, DELTAS),
-        letters=records(deployment, FEEDBACK_DLQ), position=3, head=None, radii={},
+        dead_letters=records(deployment, FEEDBACK_DLQ), position=3, head=None, radii={},
     )  # fmt: skip
     assert {fault.kind for fault in faults(left)} <= {"digest"}, "Redis was not asked"
     assert status_of(run("audit", settings=deployment)) == 0
@@ -78,7 +78,7 @@ class TestAudit:
         log = cluster.editor()
         list(log.read_new_deltas())
         log.join()
-        cluster.settle(log, "elected")
+        cluster.wait_for_membership(log, "elected")
         log.fence()
         log._transact(0, [])
         log.commit(decided(0, outcome_of("f0")))

@@ -1,7 +1,7 @@
-"""Reads what a run left on the topics, and finds what must never be there.
+"""Checks the records on the topics after a run for faults.
 
-It takes records, not a broker: those of the double and those of a real Kafka, read with `read_committed`, alike. Each
-needs `offset`, `key`, `value` and `headers` only.
+It takes records, not a broker: of the test double, or of a real Kafka read with `read_committed`. It uses their
+`offset`, `key`, `value` and `headers` only.
 """
 
 from collections import Counter
@@ -24,10 +24,12 @@ Kind = Literal["lost", "doubled", "aborted", "offset", "chain", "digest", "serve
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`lost`: feedback without an outcome. `doubled`: two outcomes, deltas or letters of one record. `aborted`: read,
-    though never committed. `offset`: records that do not agree on where they come from. `chain`: a history that does
-    not fold, or was written by two at once. `digest`: readers of one history that hold different states. `served`: an
-    answer from a state that the history never had.
+    """One fault of a run.
+
+    `lost`: feedback without an outcome. `doubled`: two outcomes, deltas or dead letters of one record. `aborted`: a
+    record was read but never committed. `offset`: records disagree on the offset of their feedback. `chain`: the
+    history cannot be replayed, or had two writers at once. `digest`: readers of one history hold different states.
+    `served`: an answer is from a state that the history never had.
     """
 
     kind: Kind
@@ -36,7 +38,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """What a reader says of itself once it has read everything: what `/state` tells."""
+    """The state of a reader that has read everything, as in `/state`."""
 
     name: str
     seq: int
@@ -48,15 +50,15 @@ class Follower:
 class Left:
     """Everything that a run left behind.
 
-    `position`: the group's offset in `feedback`. `head` and `radii`: what Redis says. `read`: the records of `deltas`
-    that somebody read while the run went on, by offset. `predictions`: each must come from the codebook that it names.
-    `taken`: the ids of all feedback that Kafka has acknowledged, which may stand in `feedback` more than once.
+    `position`: the group's offset in `feedback`. `head` and `radii`: as in Redis. `read`: the records of `deltas` that
+    each reader got during the run, by offset. `predictions`: each must come from the codebook that it names.
+    `taken`: the ids of all feedback that Kafka has acknowledged; `feedback` may contain them more than once.
     """
 
     feedback: Sequence[Any]
     edits: Sequence[Any]
     deltas: Sequence[Any]
-    letters: Sequence[Any]
+    dead_letters: Sequence[Any]
     position: int | None
     head: Head | None
     radii: Mapping[str, float]
@@ -68,20 +70,20 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A codebook after one of its deltas, as far as an answer tells of it: the term, and the radius of each entry."""
+    """A codebook after one of its deltas, as far as answers name it: the term, and the radius of each entry."""
 
     term: int
     radii: Mapping[str, float]
 
 
 def faults(left: Left) -> list[Fault]:
-    """All that is wrong; empty where all is well."""
+    """All faults; empty if there is none."""
     found = [*_of_outcomes(left), *_of_taken(left), *_of_letters(left), *_of_readers(left)]
     deltas = [decode_delta(record.value) for record in left.deltas]
     found += _of_causes(left, deltas)
     states = {0: State(0, {})}
     try:
-        codebook = _folded(left, deltas, states)
+        codebook = _replayed(left, deltas, states)
     except HistoryError as fault:
         return [*found, Fault("chain", str(fault))]
     return [*found, *_of_states(left, codebook), *_of_predictions(left, states)]
@@ -95,7 +97,7 @@ def _of_outcomes(left: Left) -> Iterator[Fault]:
     if offsets != sorted(offsets):
         yield Fault("offset", f"outcomes are not in the order of feedback: {offsets}")
     unreadable = {record.offset for record in left.feedback if peek_id(record.value, "feedback_id") is None}
-    answered = set(offsets) | {_header(letter, "source_offset") for letter in left.letters} & unreadable
+    answered = set(offsets) | {_header(letter, "source_offset") for letter in left.dead_letters} & unreadable
     for record in left.feedback:
         if record.offset not in answered:
             yield Fault("lost", f"feedback {record.offset} has no outcome")
@@ -116,11 +118,11 @@ def _of_taken(left: Left) -> Iterator[Fault]:
 
 
 def _of_letters(left: Left) -> Iterator[Fault]:
-    for offset, times in Counter(_header(letter, "source_offset") for letter in left.letters).items():
+    for offset, times in Counter(_header(letter, "source_offset") for letter in left.dead_letters).items():
         if times > 1:
             yield Fault("doubled", f"feedback {offset} was set aside {times} times")
     values = {record.offset: record.value for record in left.feedback}
-    for letter in left.letters:
+    for letter in left.dead_letters:
         if letter.value != values.get(_header(letter, "source_offset")):
             yield Fault("offset", f"the letter at {letter.offset} is not what it says that it is")
 
@@ -160,8 +162,8 @@ def _of_causes(left: Left, deltas: Sequence[Delta]) -> Iterator[Fault]:
             )
 
 
-def _folded(left: Left, deltas: Sequence[Delta], states: dict[int, State]) -> Codebook | None:
-    """The codebook after the last delta; the state after each delta that answers tell of goes into `states`."""
+def _replayed(left: Left, deltas: Sequence[Delta], states: dict[int, State]) -> Codebook | None:
+    """The codebook after the last delta. `states` gets the state after each delta that an answer names."""
     if not deltas:
         return None
     named = {decode(record.value, Prediction).codebook_seq for record in left.predictions}

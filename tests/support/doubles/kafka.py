@@ -1,11 +1,11 @@
-"""Kafka in memory, as the editor uses it: topics of one partition, transactions, isolation, fencing, groups.
+"""A test double of Kafka, in memory: topics of one partition, transactions, isolation, fencing and groups.
 
-`tests/contract` holds this double and the real Kafka to the same behaviour.
-Nothing here waits, and nothing happens by itself: a session ends when a test says so, and each operation first and last
-calls its client's `step`, where a test may let another process go on, fail the operation, or end the process.
+`tests/contract` tests that it behaves like the real Kafka.
+Nothing here waits, and nothing happens by itself: a test ends a session. Each operation calls its client's `step`
+before and after. There a test may let another process run, fail the operation, or end the process.
 
-The network between a transactional producer and the broker is a test's, too (`MemoryKafka.network`). A request may
-arrive twice, or only after the client has given up on it. Such late requests wait in `MemoryKafka.late`.
+A test also controls the network between a transactional producer and the broker (`MemoryKafka.network`). A request may
+arrive twice, or after the client has given up. Such late requests wait in `MemoryKafka.late`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,18 +36,18 @@ Step = Callable[[str], None]
 
 
 Epochs = Literal["per end", "after a resent end", "per producer"]
-"""How long a producer's epoch lasts.
+"""The lifetime of a producer's epoch.
 
 per end: EndTxn raises it, as `transaction.version` 2 does. after a resent end: the client raises it, as
-`pipeline.kafka.transactions` does on older clusters. per producer: nobody raises it, as with kafka-python alone.
+`pipeline.kafka.transactions` does on older clusters. per producer: it is never raised, as with kafka-python alone.
 """
 
 Passage = Literal["arrives", "arrives later", "arrives twice", "arrives too late"]
-"""What the network does to a request of a transactional producer.
+"""The effect of the network on a request of a transactional producer.
 
 arrives later: a record waits until its future is asked for, or a later record of its topic arrives.
-arrives twice: a copy stays under way.
-arrives too late: the client gives up with a KafkaTimeoutError, and the request stays under way.
+arrives twice: a copy stays in transit.
+arrives too late: the client gives up with a KafkaTimeoutError, and the request stays in transit.
 """
 
 
@@ -58,13 +58,13 @@ def undisturbed(operation: str) -> Passage:
 
 
 def no_step(operation: str) -> None:
-    """The step of a client to which nothing happens."""
+    """A step without any effect."""
     del operation
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A record, or the control record that ends a transaction. `state`: of the transaction that it came with."""
+    """A record, or the control record that ends a transaction. `state`: the state of its transaction."""
 
     topic: str
     offset: int
@@ -78,7 +78,7 @@ class Stored:
 
 @dataclass(slots=True)
 class Writer:
-    """What the broker knows of one transactional id.
+    """The broker's state of one transactional id.
 
     `partitions`, `written` and `offsets` belong to the open transaction, `appended` to the epoch: the offsets of its
     records of each topic, by sequence number. `ended`: epoch and state of the last end, unless another epoch began.
@@ -93,18 +93,18 @@ class Writer:
 
     @property
     def is_open(self) -> bool:
-        """Whether a transaction is open."""
+        """True while a transaction is open."""
         return bool(self.partitions or self.offsets)
 
     def begin_epoch(self) -> None:
-        """The next epoch, in which sequence numbers begin at 0."""
+        """Begin the next epoch. Its sequence numbers start at 0."""
         self.epoch += 1
         self.appended, self.ended = {}, None
 
 
 @dataclass(slots=True)
 class Group:
-    """A consumer group. `joined`: who takes part in the rebalance under way; None while there is none."""
+    """A consumer group. `joined`: the members in the present rebalance; None while there is none."""
 
     generation: int = 0
     members: list[str] = field(default_factory=list)
@@ -114,24 +114,24 @@ class Group:
 
 
 class MemoryKafka:
-    """The broker, and the network before it."""
+    """The broker, and the network in front of it."""
 
     def __init__(self, topics: Sequence[str], epochs: Epochs = "per end") -> None:
         self.epochs = epochs
         self.network: Callable[[str], Passage] = undisturbed
-        """What happens to the request of an operation."""
+        """Returns the network's effect on the request of an operation."""
         self.late: list[tuple[int, Callable[[], object]]] = []
-        """Requests that are still under way, with the number of transactions that had ended when each was sent."""
+        """Requests in transit, with the number of transactions that had ended when each was sent."""
         self.torn = 0
-        """How many transactions were ended by the late EndTxn of an earlier one."""
+        """The number of transactions that the late EndTxn of an earlier one ended."""
         self.skips_markers = False
-        """Whether ends of transactions write no control records, as on a broker that has just restarted."""
+        """True if ends of transactions write no control records, as on a broker that has just restarted."""
         self.ended = 0
-        """How many transactions have ended."""
+        """The number of transactions that have ended."""
         self.topics: dict[str, list[Stored]] = {topic: [] for topic in topics}
         self.groups: dict[str, Group] = {}
         self.unplaced: list[str] = []
-        """Members whose offset a transaction took, though the group had not given them the partition, or no more."""
+        """Members whose offset a transaction committed although they had no partition, or had lost it."""
         self._writers: dict[str, Writer] = {}
         self._member_ids = 0
 
@@ -148,24 +148,24 @@ class MemoryKafka:
     def append(
         self, topic: str, value: bytes | None, key: bytes | None = None, headers: Headers = (), state: Any = "plain"
     ) -> int:
-        """One record at the end of a topic; its offset."""
+        """Append one record to a topic; returns its offset."""
         records = self._records(topic)
         records.append(Stored(topic, len(records), key, value, headers, state))
         return len(records) - 1
 
     def end(self, topic: str) -> int:
-        """The last stable offset: the first of a transaction that is open, else the end."""
+        """The last stable offset: the first offset of an open transaction, else the end."""
         records = self._records(topic)
         return next((record.offset for record in records if record.state == "open"), len(records))
 
     def committed(self, topic: str, start: int = 0) -> Iterator[Stored]:
-        """What a reader of committed records gets to see."""
+        """The committed records of a topic."""
         for record in self._records(topic)[start : self.end(topic)]:
             if record.state in ("plain", "committed"):
                 yield record
 
     def deliver(self, number: int) -> None:
-        """A late request arrives, and nobody waits for the response."""
+        """Deliver a late request. No client waits for the response."""
         ended_before, request = self.late.pop(number)
         ended = self.ended
         with suppress(KafkaError):
@@ -176,14 +176,14 @@ class MemoryKafka:
     # Transactions: each method is one request, with the producer's id and epoch as `who`.
 
     def fence(self, transactional_id: str) -> int:
-        """InitProducerId: abort what the producer of this id left open, and give it its next epoch."""
+        """InitProducerId: abort the open transaction of this id, and begin its next epoch."""
         writer = self._writers.setdefault(transactional_id, Writer())
         self._end_transaction(writer, "aborted")
         writer.begin_epoch()
         return writer.epoch
 
     def raise_epoch(self, who: tuple[str, int]) -> int:
-        """InitProducerId with an epoch: the next one. A copy changes nothing, but it fences who has begun since."""
+        """InitProducerId with an epoch: begin the next. A copy changes nothing, but fences a producer since then."""
         writer = self._writers[who[0]]
         if who[1] == writer.epoch:
             return self.fence(who[0])
@@ -207,7 +207,7 @@ class MemoryKafka:
         key: bytes | None,
         headers: Headers,
     ) -> int:
-        """Produce: one record that nobody sees yet; its offset. A copy of a record that is there changes nothing."""
+        """Produce: append one uncommitted record; returns its offset. A copy of an existing record changes nothing."""
         writer = self._writers[who[0]]
         if who[1] != writer.epoch:
             raise InvalidProducerEpochError
@@ -224,7 +224,7 @@ class MemoryKafka:
     def offsets_in_transaction(
         self, who: tuple[str, int], offsets: dict[TopicPartition, OffsetAndMetadata], member: ConsumerGroupMetadata
     ) -> None:
-        """TxnOffsetCommit: a group's offsets; a member that states no generation is not checked."""
+        """TxnOffsetCommit: store a group's offsets. A member without a generation is not checked."""
         writer = self._writer(who)
         group = self.group(member.group_id)
         if member.generation_id >= 0 or member.member_id:
@@ -238,7 +238,7 @@ class MemoryKafka:
             writer.offsets[member.group_id, partition] = offset.offset
 
     def end_transaction(self, who: tuple[str, int], state: Literal["committed", "aborted"]) -> int:
-        """EndTxn; the epoch of the next transaction. A copy of the last end changes nothing."""
+        """EndTxn: returns the epoch of the next transaction. A copy of the last end changes nothing."""
         if (who[1], state) == self._writers[who[0]].ended and not self._writers[who[0]].is_open:
             return self._writers[who[0]].epoch
         writer = self._writer(who)
@@ -250,7 +250,7 @@ class MemoryKafka:
 
     def _end_transaction(self, writer: Writer, state: Literal["committed", "aborted"]) -> None:
         if not writer.is_open:
-            return  # nor does a broker write control records then
+            return  # a broker writes no control records then, either
         self.ended += 1
         if not self.skips_markers:
             self._write_markers(writer, state)
@@ -260,7 +260,7 @@ class MemoryKafka:
         writer.partitions, writer.offsets = set(), {}
 
     def _write_markers(self, writer: Writer, state: Literal["committed", "aborted"]) -> None:
-        """They also decide what an end without them has left open."""
+        """Write the control records. They also end a transaction whose end had written none."""
         for topic, offset in writer.written:
             self.topics[topic][offset] = replace(self.topics[topic][offset], state=state)
         for topic in dict.fromkeys(topic for topic, _ in writer.written):
@@ -282,11 +282,11 @@ class MemoryKafka:
     # Groups.
 
     def group(self, name: str) -> Group:
-        """One group."""
+        """The state of a group."""
         return self.groups.setdefault(name, Group())
 
     def join(self, name: str) -> str:
-        """A new member, and with it a rebalance; the member's id."""
+        """Add a member, which starts a rebalance; returns its id."""
         group = self.group(name)
         self._member_ids += 1
         group.members.append(f"member-{self._member_ids}")
@@ -294,9 +294,9 @@ class MemoryKafka:
         return group.members[-1]
 
     def rejoin(self, name: str, member_id: str) -> bool:
-        """Take part in the rebalance under way, if any; whether there is none any more.
+        """Join the present rebalance, if any; True if there is none afterwards.
 
-        It ends once every member takes part. Who had the partition keeps it.
+        A rebalance ends once every member has joined. The member with the partition keeps it.
         """
         group = self.group(name)
         if group.joined is not None:
@@ -308,7 +308,7 @@ class MemoryKafka:
         return group.joined is None
 
     def remove(self, name: str, member_id: str) -> None:
-        """A member leaves, or its session ends; the others rebalance."""
+        """Remove a member, as if it left or its session ended; the others rebalance."""
         group = self.group(name)
         if member_id in group.members:
             group.members.remove(member_id)
@@ -316,7 +316,7 @@ class MemoryKafka:
             group.joined = set()
 
     def forget(self, name: str) -> None:
-        """All of a group is gone: its members and their offsets."""
+        """Delete a group with its members and offsets."""
         self.groups.pop(name, None)
 
 
@@ -347,7 +347,7 @@ class MemoryConsumer:
         return set(self._positions)
 
     def group_metadata(self) -> ConsumerGroupMetadata:
-        """A member whose session ended learns of it by its heartbeat, at any time: here, before it is asked."""
+        """The member's generation. A member learns the end of its session by a heartbeat, here before each call."""
         if self.member_id not in self._kafka.group(self._group).members:
             return ConsumerGroupMetadata(self._group)
         return ConsumerGroupMetadata(self._group, self._generation, self.member_id, None, MemberState.STABLE)
@@ -387,7 +387,7 @@ class MemoryConsumer:
     def poll(self, timeout_ms: float = 0, max_records: int | None = None) -> dict[TopicPartition, list[Stored]]:
         del timeout_ms
         self._step("poll")
-        if self._topics is not None and not self._take_part():
+        if self._topics is not None and not self._update_assignment():
             return {}
         found: dict[TopicPartition, list[Stored]] = {}
         room = max_records or self._max_records
@@ -395,7 +395,7 @@ class MemoryConsumer:
             records = list(self._kafka.committed(partition.topic, position))
             if records[:room]:
                 found[partition] = records[:room]
-            # Past the last record: control records and aborted ones are stepped over.
+            # Past the last record: control records and aborted records are skipped.
             end = self._kafka.end(partition.topic)
             self._positions[partition] = end if len(records) <= room else records[room].offset
             room -= len(records[:room])
@@ -408,29 +408,29 @@ class MemoryConsumer:
             self._kafka.remove(self._group, self.member_id)
         self._closed = True
 
-    def _take_part(self) -> bool:
-        """Join, rejoin and take what was assigned; whether the group is at rest."""
+    def _update_assignment(self) -> bool:
+        """Join, rejoin and take the assignment; True if there is no rebalance."""
         assert self._topics is not None
         if self.member_id and self.member_id not in self._kafka.group(self._group).members:
             lost, self._positions = set(self._positions), {}
             self._generation, self.member_id = -1, ""
             if lost:
-                self._tell("on_partitions_lost", lost)
+                self._notify("on_partitions_lost", lost)
         group = self._kafka.group(self._group)
         if not self.member_id:
             self.member_id = self._kafka.join(self._group)
         if group.joined is not None and self.member_id not in group.joined:
-            self._tell("on_partitions_revoked", set(self._positions))
+            self._notify("on_partitions_revoked", set(self._positions))
         if not self._kafka.rejoin(self._group, self.member_id):
             return False
         if self._generation != group.generation:
             self._generation = group.generation
             mine = [TopicPartition(self._topics[0], 0)] if group.owner == self.member_id else []
             self._positions = {partition: group.offsets.get(partition, 0) for partition in mine}
-            self._tell("on_partitions_assigned", set(mine))
+            self._notify("on_partitions_assigned", set(mine))
         return True
 
-    def _tell(self, event: str, partitions: set[TopicPartition]) -> None:
+    def _notify(self, event: str, partitions: set[TopicPartition]) -> None:
         try:
             getattr(self._listener, event)(partitions)
         except Exception as error:
@@ -438,7 +438,7 @@ class MemoryConsumer:
 
 
 class Sent:
-    """The future of a record, and its metadata. `earlier`: the record before it in its topic, which arrives first."""
+    """The future of a record, and its metadata. `earlier`: the previous record of its topic, which arrives first."""
 
     def __init__(self, write: Callable[[], int], earlier: "Sent | None" = None) -> None:
         self._write, self._earlier = write, earlier
@@ -446,7 +446,7 @@ class Sent:
 
     @property
     def offset(self) -> int:
-        """Where the record was written; writes it, if it is still under way."""
+        """The offset of the record; writes the record if it is still in transit."""
         if self._offset is None:
             if self._earlier is not None:
                 self._earlier.get()
@@ -454,23 +454,23 @@ class Sent:
         return self._offset
 
     def get(self, timeout: float | None = None) -> "Sent":
-        """Wait for the record."""
+        """Write the record if needed; returns its metadata."""
         del timeout
         self.offset  # noqa: B018  (which writes it)
         return self
 
 
 class MemoryProducer:
-    """The part of KafkaProducer that the editor uses. Errors come with the call, or with a record's future."""
+    """The part of KafkaProducer that the editor uses. Errors are raised by the call or by a record's future."""
 
     def __init__(self, kafka: MemoryKafka, step: Step, transactional_id: str | None) -> None:
         self._kafka, self._step = kafka, step
         self._id, self._epoch = transactional_id, -1
         self._state: Literal["new", "ready", "in a transaction", "failed"] = "new"
         self._sent: dict[str, Sent] = {}
-        """The last record of each topic in the transaction."""
+        """The last record of each topic in this transaction."""
         self._sequences: dict[str, int] = {}
-        """Of the epoch: the number of the next record of each topic."""
+        """The next sequence number of each topic in this epoch."""
         self._end_was_resent = False
 
     @property
@@ -485,7 +485,7 @@ class MemoryProducer:
 
     def begin_transaction(self) -> None:
         with self._operation("begin", "ready", "in a transaction"):
-            # The broker learns of a transaction by its first partition.
+            # The broker knows a transaction from its first partition on.
             self._sent, self._end_was_resent = {}, False
 
     def send(
@@ -531,7 +531,7 @@ class MemoryProducer:
             self._use_epoch(self._request("abort", partial(self._kafka.end_transaction, self._who, "aborted")))
 
     def flush(self) -> None:
-        """Write what is still under way."""
+        """Write the records in transit."""
         for sent in self._sent.values():
             sent.get()
 
@@ -539,7 +539,7 @@ class MemoryProducer:
         del timeout
         self._step("close")
         if self._epoch >= 0 and self._id is not None:
-            with suppress(KafkaError):  # whoever fenced it has aborted the transaction
+            with suppress(KafkaError):  # the producer that fenced this one has aborted the transaction
                 self._request("abort", partial(self._kafka.end_transaction, self._who, "aborted"))
         self._state = "failed"
 
@@ -547,7 +547,7 @@ class MemoryProducer:
         self._epoch, self._sequences = epoch, {}
 
     def _write(self, append: Callable[[], int]) -> int:
-        """One record reaches the broker. A failure fails the producer."""
+        """Write one record to the broker. A failure fails the producer."""
         try:
             self._step("write")
             return self._request("write", append)
@@ -556,7 +556,7 @@ class MemoryProducer:
             raise
 
     def _request(self, operation: str, request: Callable[[], T]) -> T:
-        """What the broker answers to a request that the network carries."""
+        """The broker's answer to a request over the network."""
         passage = self._kafka.network(operation)
         if passage in ("arrives twice", "arrives too late"):
             self._kafka.late.append((self._kafka.ended, request))
@@ -574,7 +574,7 @@ class MemoryProducer:
 
 
 class _Operation:
-    """One call of a producer: what happens before it and after it, and what an error leaves behind."""
+    """One call of a producer: calls the step before and after, and records an error's effect."""
 
     def __init__(self, producer: MemoryProducer, name: str, after: Any) -> None:
         self._producer, self._name, self._after = producer, name, after

@@ -1,8 +1,8 @@
-"""Two editors, their users, and everything that may happen to them: one random story for each seed.
+"""Two editors, their users, and all faults that may occur: one random story per seed.
 
-The editors are real, and so are their logs, engines and projections; only the clients of Kafka and Redis are doubles.
-Each editor is a thread, of which one runs at a time: at every operation of a client the story decides who goes on and
-what happens next, so a seed always tells the same story.
+The editors are real, with their logs, engines and publishers; only the clients of Kafka and Redis are test doubles.
+Each editor is a thread, and one thread runs at a time. At every operation of a client the story decides which thread
+runs and which fault occurs. So equal seeds give equal stories.
 """
 
 import random
@@ -57,18 +57,18 @@ FAILURES = [
     *(KafkaTimeoutError, KafkaConnectionError, NotCoordinatorError, NotLeaderForPartitionError, UnknownError),
     *(CoordinatorLoadInProgressError, TransactionAbortedError, OutOfOrderSequenceNumberError, InvalidTxnStateError),
 ]
-TROUBLES = ["kill", "kill", "fail", "fail", "pause", "redis away", "redis emptied", "expire", "group forgotten"]
+FAULTS = ["kill", "kill", "fail", "fail", "pause", "redis away", "redis emptied", "expire", "group forgotten"]
 PASSAGES: list[Passage] = ["arrives twice", "arrives twice", "arrives too late"]
-MOST_TURNS = 20_000
-"""A story that has not come to rest by then never does."""
+MAX_STEPS = 20_000
+"""The limit on the steps of a story: a longer story never ends."""
 
 
 class Killed(BaseException):
-    """The process is gone: nothing of it runs any more, not even what would tidy up."""
+    """Ends the thread of a killed process. No code of the process may run after it, not even a clean-up."""
 
 
 class Stop(threading.Event):
-    """What tells an editor to stop; waiting for it takes no time, but lets others go on."""
+    """An editor's stop event. Waiting for it takes no time, but lets other threads run."""
 
     def __init__(self, step: Callable[[str], None]) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Stop(threading.Event):
 
 
 class History:
-    """What an undo reads of the log: as it is committed then."""
+    """The committed log, as an undo reads it."""
 
     def __init__(self, kafka: MemoryKafka) -> None:
         self._kafka = kafka
@@ -98,7 +98,7 @@ class History:
 
 
 class Process:
-    """One run of an editor, from its start to its end."""
+    """One process of an editor, from its start to its end."""
 
     def __init__(self, story: "Story", name: str) -> None:
         self.name, self._story = name, story
@@ -107,22 +107,25 @@ class Process:
         self.member: Any = None
         self.stop = Stop(self.step)
         self.engine = EditEngine(PointModel(2), CODEBOOK, story.plan)
-        self._turn, self._back = threading.Lock(), threading.Lock()  # each is held until the other side lets go
+        self._turn, self._back = (
+            threading.Lock(),
+            threading.Lock(),
+        )  # each lock is held until the other side releases it
         self._turn.acquire()
         self._back.acquire()
-        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_editor, name=name, daemon=True)
         self._thread.start()
 
     def run(self) -> None:
-        """Let it go on to where the story takes over again."""
+        """Run the thread until its next step."""
         self._turn.release()
         self._back.acquire()
 
     def step(self, operation: str) -> None:
-        """An operation of one of its clients begins or ends."""
+        """Called before and after each operation of its clients."""
         if not self.killed:
             self._story.deliver_late_request()
-            self._story.trouble(self, operation)
+            self._story.inject_fault(self, operation)
         while not self.killed and (self.paused or self._story.switches()):
             self._back.release()
             self._turn.acquire()
@@ -132,17 +135,17 @@ class Process:
             raise Killed
 
     def end(self) -> None:
-        """Let the thread of a killed process run out."""
+        """Let the thread of a killed process end."""
         self.killed = True
         if not self.over:
             self._turn.release()
         self._thread.join()
 
-    def _live(self) -> None:
+    def _run_editor(self) -> None:
         self._turn.acquire()
         try:
             if not self.killed:
-                self._edit()
+                self._build_and_run()
         except Killed:
             return
         except BaseException as error:  # noqa: BLE001 - whatever it is, the story must go on to report it
@@ -151,7 +154,7 @@ class Process:
             self.over = True
             self._back.release()
 
-    def _edit(self) -> None:
+    def _build_and_run(self) -> None:
         story = self._story
         new_consumer = partial(self._consumer, story)
         new_producer = partial(story.kafka.producer, step=self.step)
@@ -185,22 +188,22 @@ class Process:
         return made
 
     def leave_group(self) -> None:
-        """What the broker does to who is silent for too long."""
+        """Remove the editor from its group, as the broker does without heartbeats."""
         if self.member is not None and self.member.member_id:
             self._story.kafka.remove(SETTINGS.kafka.topic("editor"), self.member.member_id)
 
     def redis_step(self, operation: str) -> None:
-        """An operation of its Redis client."""
+        """Called before and after each operation of its Redis client."""
         self.step(operation)
         if self._story.redis_is_away:
             raise RedisTimeout("Redis is away")
 
 
 class Story:
-    """One seed. `tell` it, then look at what is `left`, and at how each process ended.
+    """The story of one seed. `play` it, then check what is `left`, and how each process ended.
 
-    `epochs`: those of producers; by default one of the two ways in which the product works. `torn`: how probable it is
-    that the network does something to a request.
+    `epochs`: the lifetime of producers' epochs; by default one of the two of the product. `torn`: the probability of a
+    fault of the network per request.
     """
 
     def __init__(self, seed: int, epochs: Epochs | None = None, torn: float = 0.05) -> None:
@@ -215,27 +218,27 @@ class Story:
         self.redis_is_away = False
         self.processes: list[Process] = []
         self.happened: list[tuple[str, str, str]] = []
-        """Whom what befell at which operation."""
+        """The faults so far: process, kind and operation."""
         self._troubles = self._random.randint(0, 10)
         self._unsent = [self._feedback(number) for number in range(self._random.randint(3, 8))]
         self._reader = self.kafka.consumer(SETTINGS)
         self._read: list[tuple[int, bytes]] = []
 
     def switches(self) -> bool:
-        """Whether another process goes on here."""
+        """True if another process runs next."""
         return self._random.random() < 0.25
 
     def deliver_late_request(self) -> None:
-        """Now and then, one that is still under way."""
+        """Sometimes deliver a late request."""
         if self.kafka.late and self._random.random() < 0.1:
             self.kafka.deliver(self._random.randrange(len(self.kafka.late)))
 
-    def trouble(self, process: Process, operation: str) -> None:
-        """What befalls a process at this operation, mostly nothing."""
+    def inject_fault(self, process: Process, operation: str) -> None:
+        """Let a fault occur at this operation, or none in most cases."""
         if self._troubles == 0 or self._random.random() > 0.03:
             return
         self._troubles -= 1
-        kind = self._random.choice(TROUBLES)
+        kind = self._random.choice(FAULTS)
         self.happened.append((process.name, kind, operation))
         match kind:
             case "kill":
@@ -256,7 +259,7 @@ class Story:
                 raise self._random.choice(FAILURES)("Kafka failed")
 
     def _passage(self, operation: str) -> Passage:
-        """What the network does to a request, mostly nothing."""
+        """The network's effect on a request, none in most cases."""
         if operation == "send":
             return self._random.choice(("arrives", "arrives later"))
         if self._troubles == 0 or self._random.random() > self._torn:
@@ -266,24 +269,24 @@ class Story:
         self.happened.append(("the network", found, operation))
         return found
 
-    def tell(self) -> None:
-        """From the first feedback to the end of all trouble and all work."""
-        for _ in range(MOST_TURNS):
+    def play(self) -> None:
+        """Run the story from the first feedback to the end of all faults and all work."""
+        for _ in range(MAX_STEPS):
             self._events()
             running = [process for process in self._alive() if not process.paused]
             if running:
                 self._random.choice(running).run()
-            if self._at_rest():
+            if self._is_finished():
                 break
         else:
             raise AssertionError(f"the story came to no rest: {self.happened}")
         self._troubles = 0
-        for _ in range(30):  # so that whoever stands by has read everything, and who is stale knows
+        for _ in range(30):  # so that standbys have read everything, and a fenced editor knows it
             for process in self._alive():
                 process.run()
 
     def finish(self) -> None:
-        """Let every editor stop."""
+        """Stop every editor."""
         for process in self._alive():
             process.stop.set()
             while not process.over:
@@ -292,16 +295,16 @@ class Story:
             process.end()
 
     def left(self) -> Left:
-        """What the checker is to read."""
+        """The input of the checker."""
         store = RedisHeadStore(self.redis.client(), SETTINGS.kafka.topic_prefix, SETTINGS.model.codebook)
-        self._read_on()
+        self._read_deltas()
         group = self.kafka.group(SETTINGS.kafka.topic("editor"))
         books = [(process.name, process.engine.codebook) for process in self._alive()]
         return Left(
             feedback=list(self.kafka.committed(SETTINGS.kafka.topic(FEEDBACK))),
             edits=list(self.kafka.committed(SETTINGS.kafka.topic(EDITS))),
             deltas=list(self.kafka.committed(SETTINGS.kafka.topic(DELTAS))),
-            letters=list(self.kafka.committed(SETTINGS.kafka.topic(FEEDBACK_DLQ))),
+            dead_letters=list(self.kafka.committed(SETTINGS.kafka.topic(FEEDBACK_DLQ))),
             position=next(iter(group.offsets.values()), None),
             head=store.read_head(0),
             radii=store.read_radii(),
@@ -310,12 +313,12 @@ class Story:
         )
 
     def errors(self) -> list[BaseException]:
-        """What ended editors, but for a newer one, and for a Kafka that did not answer at their start."""
+        """The errors of editors, without those of a newer editor and of a Kafka that did not answer at their start."""
         errors = [process.error for process in self.processes if process.started]
         return [error for error in errors if error is not None and not isinstance(error, StaleHeadError)]
 
     def outlived(self) -> set[str]:
-        """Editors that are still there, though another one has led since they did."""
+        """Editors that still run although another editor has led since they did."""
         deltas = (decode_delta(record.value or b"") for record in self.kafka.committed(SETTINGS.kafka.topic(DELTAS)))
         leads = [delta.environment["editor"] for delta in deltas if delta.environment is not UNSET]
         followed = {name for place, name in enumerate(leads) if set(leads[place:]) != {name}}
@@ -324,7 +327,7 @@ class Story:
     def _feedback(self, number: int) -> bytes:
         if self._random.random() < 0.1:
             return b"what is this"
-        target = self._random.randint(1, CLASSES)  # the last one is no class: it is rejected
+        target = self._random.randint(1, CLASSES)  # the last target is no class, so it is rejected
         author = self._random.choice(AUTHORS)
         if number and self._random.random() < 0.2:
             all_of = self._random.random() < 0.25
@@ -347,7 +350,7 @@ class Story:
         return at(self._random.randint(0, 3) * 0.4, self._random.randint(0, 1) * 0.4)
 
     def _events(self) -> None:
-        """What the users, the brokers and the supervisor of processes do."""
+        """Events of users, brokers and the supervisor of processes."""
         chance = self._random.random
         if self._unsent and chance() < 0.1:
             self.kafka.append(SETTINGS.kafka.topic(FEEDBACK), self._unsent.pop(0))
@@ -355,7 +358,7 @@ class Story:
             request = Request(v=SCHEMA_VERSION, request_id="r", inputs=self._point())
             self.kafka.append(SETTINGS.kafka.topic(REQUESTS), encode(request))
         if chance() < 0.1:
-            self._read_on()
+            self._read_deltas()
         for process in self.processes:
             if (process.killed or process.paused or process.over) and chance() < 0.05:
                 process.leave_group()
@@ -366,7 +369,7 @@ class Story:
         if len(self._alive()) < 2 and chance() < 0.1:
             self.processes.append(Process(self, f"editor-{len(self.processes) + 1}"))
 
-    def _at_rest(self) -> bool:
+    def _is_finished(self) -> bool:
         if (
             self._unsent
             or self.kafka.late
@@ -396,7 +399,7 @@ class Story:
     def _alive(self) -> list[Process]:
         return [process for process in self.processes if not process.killed and not process.over]
 
-    def _read_on(self) -> None:
+    def _read_deltas(self) -> None:
         partition = TopicPartition(SETTINGS.kafka.topic(DELTAS), 0)
         if not self._reader.assignment():
             self._reader.assign([partition])

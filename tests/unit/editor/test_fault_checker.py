@@ -49,7 +49,7 @@ def left() -> Left:
         feedback=[record("feedback", offset, value) for offset, value in enumerate(feedback)],
         edits=[outcome(0, "f0", 0, seq=2), outcome(2, "f2", 2)],
         deltas=[record("deltas", 0, lead), record("deltas", 2, add)],
-        letters=[record("feedback.dlq", 0, b"what is this", source_offset=1)],
+        dead_letters=[record("feedback.dlq", 0, b"what is this", source_offset=1)],
         position=3,
         head=Head(1, 2, book.digest.hex(), {}),
         radii={"f0": 0.5},
@@ -70,9 +70,12 @@ def test_nor_has_a_deployment_in_which_nothing_happened() -> None:
 PLANTED: dict[str, tuple[str, Callable[[Left], dict[str, Any]]]] = {
     "an outcome is missing": ("lost", lambda left: {"edits": left.edits[:1]}),
     "what Kafka took is not in the topic": ("lost", lambda _: {"taken": ["f0", "f2", "f9"]}),
-    "an unreadable record was not set aside": ("lost", lambda _: {"letters": []}),
+    "an unreadable record was not set aside": ("lost", lambda _: {"dead_letters": []}),
     "an outcome stands twice": ("doubled", lambda left: {"edits": [*left.edits, outcome(2, "f2", 4)]}),
-    "a record was set aside twice": ("doubled", lambda left: {"letters": [*left.letters, *left.letters]}),
+    "a record was dead-lettered twice": (
+        "doubled",
+        lambda left: {"dead_letters": [*left.dead_letters, *left.dead_letters]},
+    ),
     "a record made two deltas": ("doubled", lambda left: {"deltas": [*left.deltas, left.deltas[1]]}),
     "a reader read a delta twice": ("doubled", lambda left: {"read": {"x": [*left.read["a replica"]] * 2}}),
     "a reader read what was aborted": ("aborted", lambda _: {"read": {"x": [(1, b"half")]}}),
@@ -90,7 +93,7 @@ PLANTED: dict[str, tuple[str, Callable[[Left], dict[str, Any]]]] = {
     "a delta has no outcome that names it": ("offset", lambda left: {"edits": [outcome(0, "f0", 0), left.edits[1]]}),
     "a letter is another record's": (
         "offset",
-        lambda _: {"letters": [record("feedback.dlq", 0, b"another", source_offset=1)]},
+        lambda _: {"dead_letters": [record("feedback.dlq", 0, b"another", source_offset=1)]},
     ),
     "a delta is missing": ("chain", lambda left: {"deltas": left.deltas[1:]}),
     "deltas are out of order": ("chain", lambda left: {"deltas": left.deltas[::-1]}),

@@ -13,7 +13,7 @@ from msgspec import UNSET
 
 from gracestream.schemas.deltas import decode_delta
 from tests.support.doubles.checker import faults
-from tests.support.doubles.world import PASSAGES, TROUBLES, Story
+from tests.support.doubles.world import FAULTS, PASSAGES, Story
 from tests.support.rotation import PARTS, parts
 
 SEEDS = 1000
@@ -60,7 +60,7 @@ def test_whatever_happens_each_feedback_record_is_done_once_and_all_agree(
     for seed in seeds:
         story = Story(seed)
         try:
-            story.tell()
+            story.play()
             left = story.left()
             found, outlived = faults(left), story.outlived()
         finally:
@@ -87,7 +87,7 @@ def test_the_stories_spare_no_step(struck: Counter[tuple[str, str]]) -> None:
     wanted = {(kind, operation) for kind in ("kill", "fail") for operation in OPERATIONS}
     wanted |= {(passage, operation) for passage in PASSAGES for operation in REQUESTS}
     assert wanted - {what for what, times in struck.items() if times > 2} == set()
-    assert {kind for kind, _ in struck} - {""} == set(TROUBLES) | set(PASSAGES)
+    assert {kind for kind, _ in struck} - {""} == set(FAULTS) | set(PASSAGES)
     assert struck["", "trained together"] > SEEDS / 10
     assert struck["", "saw traffic"] > SEEDS / 2
 
@@ -98,7 +98,7 @@ def test_the_stories_tear_transactions_of_a_producer_that_keeps_its_epoch() -> N
     def tears(seed: int) -> bool:
         story = Story(seed, "per producer", torn=0.3)
         try:
-            story.tell()
+            story.play()
             return story.kafka.torn > 0
         finally:
             story.finish()

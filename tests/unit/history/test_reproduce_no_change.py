@@ -27,7 +27,7 @@ def said_of(history: Recorded, plan: EditConfig) -> dict[str, str]:
 def assert_all_the_same(history: Recorded, no_change: int) -> None:
     compared = history.reproduced().report
     assert compared.first_difference is None
-    assert compared.same_without_delta == len(history.no_change()) == no_change
+    assert compared.same_without_delta == len(history.no_change_decisions()) == no_change
     assert compared.decisions == compared.same_decisions == compared.same_records + no_change
 
 

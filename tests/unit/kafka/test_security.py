@@ -30,7 +30,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates.made_in(tmp_path_factory.mktemp("certificates"))
+    return Certificates.create(tmp_path_factory.mktemp("certificates"))
 
 
 def complaint(**chosen: object) -> str:
