@@ -1,4 +1,4 @@
-"""Ways for a worker to harm itself, armed in its own process.
+"""Faults of a worker, armed in its own process.
 
 An editor dies or hangs at a named step, or trains or undoes slowly; a replica reads the log slowly.
 """
@@ -51,20 +51,20 @@ STEPS = {
     "offset sent": Step(TransactionalProducer, "send_offsets_to_transaction", "after", turn=3),
     "committing": Step(TransactionalProducer, "commit_transaction", "before", turn=3),
     "committed": Step(TransactionalProducer, "commit_transaction", "after", turn=3),
-    "folded": Step(RedisPublisher, "publish", "before", turn=2),
+    "applied": Step(RedisPublisher, "publish", "before", turn=2),
     "publishing": Step(RedisHeadStore, "publish", "before", turn=2),
     "published": Step(RedisHeadStore, "publish", "after", turn=2),
     "snapshot begun": Step(SnapshotStore, "put", "before"),
     "snapshot filed": Step(SnapshotStore, "put", "after"),
 }
-"""By name; the first transaction of an editor takes its term, so those of feedback begin with the second.
+"""The steps by name. An editor's first transaction begins its term, so those of feedback begin with the second.
 
-Snapshots are written in a thread of their own, at any step of the others.
+Snapshots are written in a thread of their own, parallel to the other steps.
 """
 
 
 def arm(name: str, signum: signal.Signals = signal.SIGKILL) -> None:
-    """From now on this process dies at that step, as a crash would end it; or hangs there, with SIGSTOP."""
+    """Make this process die at a step, as in a crash, or hang there with SIGSTOP."""
     step = STEPS[name]
     call: Callable[..., Any] = getattr(step.owner, step.call)
     turns = 0
@@ -78,7 +78,7 @@ def arm(name: str, signum: signal.Signals = signal.SIGKILL) -> None:
         done = call(*arguments, **named)
         if turns == step.turn:
             if hasattr(done, "get"):
-                done.get(timeout=30)  # what was sent has reached the broker
+                done.get(timeout=30)  # the sent records have reached the broker
             os.kill(os.getpid(), signum)
         return done
 
@@ -86,9 +86,9 @@ def arm(name: str, signum: signal.Signals = signal.SIGKILL) -> None:
 
 
 def tear(*kept: str, turn: int) -> None:
-    """From now on this process dies after it has committed only these parts of a transaction: topics, `offset`.
+    """Make this process die after it has committed only these parts of a transaction: topics, `offset`.
 
-    `turn` counts transactions that hold feedback. This is what a late EndTxn did to a producer that kept its epoch.
+    `turn` counts transactions with feedback. A late EndTxn had this effect on a producer that kept its epoch.
     """
     transact = EditorLog._transact
     turns = 0
@@ -107,9 +107,9 @@ def tear(*kept: str, turn: int) -> None:
 
 
 def train_slowly(seconds: float) -> None:
-    """From now on each value that is trained alone is so over and over for so long, which keeps other threads waiting.
+    """Repeat the training of each single value for `seconds`, so that other threads wait.
 
-    The log says `training_slowly` as it begins.
+    The event `training_slowly` is logged at its start.
     """
     train: Callable[..., Any] = getattr(value_search, "train_value")  # noqa: B009  (it is imported there)
 
@@ -125,13 +125,13 @@ def train_slowly(seconds: float) -> None:
 
 
 def hang(patience: float) -> None:
-    """From now on the first value that is trained alone is so for ever, and a process may be stuck for so long."""
+    """Train the first single value for ever, and let a stalled process live for so long."""
     shutdown.MAX_STALL_SECONDS = patience
     train_slowly(float("inf"))
 
 
 def undo_slowly(seconds: float) -> None:
-    """From now on an undo takes so long for each delta of the history."""
+    """Make an undo take so long for each delta of the history."""
     fold = CounterfactualReplay.apply
 
     def folded(rewritten: CounterfactualReplay, record: bytes) -> bool:
@@ -142,7 +142,7 @@ def undo_slowly(seconds: float) -> None:
 
 
 def read_slowly(seconds: float) -> None:
-    """From now on each delta takes a starting replica so long, until it has read what the log held at its start."""
+    """Make a starting replica take so long for each delta that the log held at its start."""
     keep = DeltaFollower._buffer_records
 
     def kept(follower: DeltaFollower, records: list[tuple[int, bytes]]) -> None:

@@ -1,4 +1,4 @@
-"""A whole deployment on servers of its own, under load, to which anything may happen."""
+"""A whole deployment on its own servers, under load, for injecting faults."""
 
 import json
 import threading
@@ -38,19 +38,19 @@ PROMPTS = texts(400, seed=5, shortest=6, longest=9)
 
 
 class Load(threading.Thread):
-    """Users who ask and correct, steadily, and send again what a lost Kafka did not take."""
+    """Users who steadily send requests and corrections, and send again what a failed Kafka did not take."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(name="load", daemon=True)
         self.asked: list[str] = []
         self.flagged: list[str] = []
         self.wanted = 0
-        """Corrections to be sent; raise it to have more."""
+        """The number of corrections to send; raise it for more."""
         self._settings = settings
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Until `finish`."""
+        """Send until `finish`."""
         client = Client(self._settings)
         while not self._over.is_set():
             number = len(self.asked)
@@ -64,13 +64,13 @@ class Load(threading.Thread):
         client.close()
 
     def finish(self) -> None:
-        """End it, once everything is sent."""
+        """End the load once everything is sent."""
         wait_until(lambda: len(self.flagged) == self.wanted, 60, "everything sent")
         self._over.set()
         self.join(60)
 
     def _feedback(self, number: int) -> Feedback:
-        """Mostly corrections; some inputs come twice, and some corrections are taken back."""
+        """The next feedback: mostly corrections, with some repeated inputs and some undos."""
         if number % 7 == 6:
             return Feedback(v=1, feedback_id=f"f{number}", undo=f"f{number - 4}")
         inputs = PROMPTS[number - 3 if number % 5 == 4 else number]
@@ -87,7 +87,7 @@ class Load(threading.Thread):
 
 
 class Site:
-    """Kafka, Valkey, two editors of which one leads, two replicas, their load, and one who reads all deltas."""
+    """Kafka, Valkey, two editors of which one leads, two replicas, their load, and a reader of all deltas."""
 
     def __init__(self, settings: Settings, kafka: LocalKafka, valkey: LocalRedis, folder: Path) -> None:
         self.settings, self.kafka, self.valkey = settings, kafka, valkey
@@ -99,7 +99,7 @@ class Site:
         self._started = 0
 
     def start(self) -> None:
-        """Everything, with as little as possible armed."""
+        """Start everything."""
         self._follower.start()
         for _ in range(2):
             self.add_replica()
@@ -109,7 +109,7 @@ class Site:
         self.load.start()
 
     def close(self) -> None:
-        """End whatever still runs."""
+        """End everything that still runs."""
         for worker in (*self.editors, *self.replicas):
             if worker.running:
                 worker.resume()
@@ -117,31 +117,31 @@ class Site:
         self._follower.close()
 
     def add_editor(self, die_at: str = "") -> Forked:
-        """One more; it waits as standby while another one leads."""
+        """Start one more editor. It waits as standby while another editor leads."""
         return self._add(self.editors, "edit", partial(arm, die_at) if die_at else None)
 
     def add_replica(self, sabotage: Callable[[], None] | None = None, **chosen: Any) -> Forked:
-        """One more, with settings of its own."""
+        """Start one more replica, with its own settings."""
         return self._add(self.replicas, "infer", sabotage, **chosen)
 
     def correct(self, count: int) -> None:
-        """Have users send so many more corrections."""
+        """Let users send so many more corrections."""
         self.load.wanted += count
 
     def leader(self) -> Forked:
-        """The editor that leads."""
+        """The leading editor."""
         found = wait_until(lambda: next(self._leaders(), None), 60, "an editor that leads")
         assert found is not None
         return found
 
-    def bury(self) -> None:
-        """Forget editors that have ended."""
+    def remove_ended_editors(self) -> None:
+        """Remove editors that have ended."""
         self.editors = [editor for editor in self.editors if editor.running]
 
     def snapshots(self) -> list[SnapshotManifest]:
-        """The snapshots, the newest last, once all feedback is done and no other snapshot is due."""
+        """The snapshots, newest last, once all feedback has outcomes and no snapshot is due."""
 
-        def at_rest() -> list[SnapshotManifest]:
+        def no_snapshot_due() -> list[SnapshotManifest]:
             if not self.all_done():
                 return []
             deltas, state = len(records(self.settings, DELTAS)), self.leader().state()
@@ -151,10 +151,10 @@ class Site:
             due = not found or deltas >= found[-1].seq + (self.settings.snapshots.interval or 0)
             return found if state["seq"] == deltas and not state["degraded"] and not due else []
 
-        return wait_until(at_rest, 90, "a snapshot")
+        return wait_until(no_snapshot_due, 90, "a snapshot")
 
-    def settle(self) -> None:
-        """Wait until all is answered, and everyone holds the same."""
+    def wait_until_equal(self) -> None:
+        """Wait until all requests have answers and all workers hold the same state."""
         self.load.finish()
         wait_until(self.all_done, 120, "every outcome")
         wait_until(lambda: not self.unanswered(), 120, "every answer")
@@ -171,7 +171,7 @@ class Site:
         return set(self.load.asked) - {answer.request_id for answer in self.answers() if answer.error is UNSET}
 
     def faults(self) -> list[Fault]:
-        """What is wrong with all that was left behind."""
+        """The faults of everything that was left behind."""
         store = RedisHeadStore(
             redis_client(self.settings.redis), self.settings.kafka.topic_prefix, self.settings.model.codebook
         )
@@ -195,7 +195,7 @@ class Site:
         )
 
     def all_done(self) -> bool:
-        """Whether everything was flagged that is to be, and has its outcome. What was sent twice is there twice."""
+        """True if all feedback was sent and has its outcome. Feedback that was sent twice has two records."""
         flagged = len(self.load.flagged) == self.load.wanted
         return flagged and len(records(self.settings, EDITS)) == len(records(self.settings, FEEDBACK))
 

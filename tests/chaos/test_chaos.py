@@ -1,8 +1,8 @@
-"""Real processes on a real Kafka and a real Valkey, while everything that can fail does.
+"""Real processes on a real Kafka and a real Valkey, with every fault that may occur.
 
-One deployment lives through it under load. Then the topics are read: no feedback lost, no edit doubled, an outcome
-for each feedback, an answer for each request, and every replica in the same state. `make chaos` has everything happen,
-several times and in random orders; the ordinary tests have the worst of it happen once.
+One deployment runs through all faults under load. Then its topics are checked: no feedback is lost, no edit is doubled,
+each feedback record has an outcome, each request an answer, and all replicas have the same state. `make chaos` injects
+all faults, several times and in random orders; the ordinary tests inject the worst faults once.
 """
 
 import os
@@ -25,34 +25,34 @@ from tests.chaos.site import Site
 from tests.support.running import LIMITS, save_checkpoint, settings_for, wait_until
 
 SILENCE = 2.0
-"""Seconds for which a server or a network is away, beside those until a session ends."""
+"""Seconds for which a server or a network is unavailable, in addition to those until a session ends."""
 
 SOON = {"session_timeout": 6.0, "shutdown_timeout": 9.0}
 
 CATCHING_UP = 15.0
-"""Seconds that a replica takes which reads slowly: longer than another one takes to leave."""
+"""Seconds for which a slow replica reads: longer than another replica takes to leave."""
 
 SNAPSHOT_EVERY = 5
 
 SNAPSHOT_STEPS = ("snapshot begun", "snapshot filed")
-"""These come only once a snapshot is due."""
+"""Steps that occur only if a snapshot is due."""
 
 SHORT_STEPS = {"decided", "term sent", "delta sent", "committed", "publishing", "snapshot filed"}
-"""At which the editor dies in the short story."""
+"""The steps at which the editor dies in the short story."""
 
 
 @pytest.fixture(scope="module")
-def kafka_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
+def chaos_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
     with LocalKafka(tmp_path_factory.mktemp("kafka")) as server:
         yield server
 
 
 @pytest.fixture
-def site(kafka_of_its_own: LocalKafka, tmp_path: Path) -> Iterator[Site]:
+def site(chaos_kafka: LocalKafka, tmp_path: Path) -> Iterator[Site]:
     with LocalRedis(tmp_path / "valkey") as valkey:
         checkpoint = save_checkpoint("llama", tmp_path / "llama")
         settings = settings_for(
-            kafka_of_its_own.bootstrap,
+            chaos_kafka.bootstrap,
             valkey.url,
             f"c{secrets.token_hex(3)}-",
             **{
@@ -67,7 +67,7 @@ def site(kafka_of_its_own: LocalKafka, tmp_path: Path) -> Iterator[Site]:
             snapshot_interval=SNAPSHOT_EVERY,
         )
         create_topics(settings.kafka, partitions=4, replication=1)
-        made = Site(settings, kafka_of_its_own, valkey, tmp_path)
+        made = Site(settings, chaos_kafka, valkey, tmp_path)
         try:
             made.start()
             yield made
@@ -76,7 +76,7 @@ def site(kafka_of_its_own: LocalKafka, tmp_path: Path) -> Iterator[Site]:
 
 
 def editor_dies(step: str, corrections: int) -> Callable[[Site], None]:
-    """The editor that leads dies at a step of its work, which takes so many corrections; the one that waits goes on."""
+    """The leading editor dies at a step, which takes so many corrections; the standby continues."""
 
     def happen(site: Site) -> None:
         mortal = site.add_editor(die_at=step)
@@ -87,14 +87,14 @@ def editor_dies(step: str, corrections: int) -> Callable[[Site], None]:
         site.correct(corrections)
         assert mortal.wait(90) == -signal.SIGKILL, mortal.stderr()
         site.add_editor().wait_ready(90)
-        site.bury()
+        site.remove_ended_editors()
         site.correct(1)
 
     return happen
 
 
 def editor_hangs(site: Site) -> None:
-    """The editor that leads hangs until another one leads, wakes, and ends by itself."""
+    """The leading editor hangs until the other editor leads; then it wakes, and ends by itself."""
     site.add_editor().wait_ready(90)
     stale = site.leader()
     site.correct(3)
@@ -105,7 +105,7 @@ def editor_hangs(site: Site) -> None:
     stale.resume()
     assert stale.wait(60) == 1
     assert "another editor has" in stale.stderr()
-    site.bury()
+    site.remove_ended_editors()
 
 
 def replica_dies(site: Site) -> None:
@@ -117,7 +117,7 @@ def replica_dies(site: Site) -> None:
 
 
 def replica_hangs(site: Site) -> None:
-    """A replica hangs until the group goes on without it, and wakes."""
+    """A replica hangs until the group has removed it, and wakes."""
     site.replicas[0].pause()
     site.correct(2)
     time.sleep(site.settings.kafka.session_timeout + SILENCE)
@@ -125,7 +125,7 @@ def replica_hangs(site: Site) -> None:
 
 
 def rebalance_while_one_catches_up(site: Site) -> None:
-    """A replica goes while a third one, which reads the whole log slowly, is not ready; then that one joins."""
+    """A replica leaves while a third replica, which reads the log slowly, is not ready; then the third joins."""
     site.correct(3)
     wait_until(site.all_done, 60, "every outcome")
     deltas = site.leader().state()["seq"]
@@ -164,7 +164,7 @@ def kafka_is_cut_off(site: Site, until: Callable[[], object] = lambda: time.slee
 
 
 def kafka_is_cut_off_for_long(site: Site) -> None:
-    """Kafka does not answer until the editor that leads waits no longer, and begins again."""
+    """Kafka does not answer until the leading editor gives up and begins again."""
     leader = site.leader()
     before = leader.stderr().count("kafka_connection_lost")
     given_up = partial(
@@ -192,7 +192,7 @@ def valkey_is_cut_off(site: Site) -> None:
 
 
 def newest_snapshot_is_cut(site: Site) -> None:
-    """The newest snapshot's file loses its end: a new replica begins with the one before it, or with the log."""
+    """The newest snapshot's file is truncated: a new replica starts from the snapshot before it, or from the log."""
     site.correct(6)
     *older, newest = site.snapshots()
     os.truncate(newest.uri.removeprefix("file://"), newest.bytes // 2)
@@ -205,7 +205,7 @@ def newest_snapshot_is_cut(site: Site) -> None:
 
 
 def valkey_is_emptied(site: Site) -> None:
-    """Valkey forgets everything."""
+    """Valkey loses everything."""
     with redis_client(site.settings.redis) as client:
         client.flushall()
     site.correct(2)
@@ -233,13 +233,13 @@ LONG = {
     "Kafka is cut off for long",
     *(f"the editor dies: {step}" for step in STEPS.keys() - SHORT_STEPS),
 }
-"""What only `make chaos` has happen."""
+"""The faults that only `make chaos` injects."""
 
 SHORT = [name for name in EVENTS if name not in LONG]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One short story, or as many whole ones as `--chaos` says, each in an order of its own."""
+    """One short story, or the `--chaos` number of whole stories, each in its own order."""
     rounds = metafunc.config.getoption("--chaos")
     stories = [random.Random(seed).sample(list(EVENTS), len(EVENTS)) for seed in range(rounds)] or [SHORT]
     if "story" in metafunc.fixturenames:
@@ -247,10 +247,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.timeout(3600)
-def test_nothing_is_lost_or_doubled_whatever_happens(site: Site, story: list[str]) -> None:
+def test_no_fault_loses_or_doubles_anything(site: Site, story: list[str]) -> None:
     for name in story:
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
         EVENTS[name](site)
-    site.settle()
+    site.wait_until_equal()
     assert site.faults() == []
     assert len(site.load.asked) > len(story)

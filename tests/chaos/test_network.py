@@ -1,8 +1,8 @@
 """Two real editors behind a network that holds, cuts, copies and delays their transactional requests.
 
 Each round arms one plan of faults, sends four corrections and waits for their outcomes. In some rounds the leading
-editor is killed as soon as a late request has arrived. In the end the topics are read: nothing lost, nothing doubled.
-`make chaos` plays many rounds, the ordinary tests a few. Each round has a seed of its own, which is printed.
+editor is killed as soon as a late request has arrived. Finally the topics are checked: nothing is lost or doubled.
+`make chaos` runs many rounds, the ordinary tests a few. Each round prints its seed.
 """
 
 import random
@@ -37,19 +37,19 @@ from tests.support.running import (
 from tests.support.tiny_models import texts
 
 CORRECTIONS = 4
-"""In each round."""
+"""Corrections per round."""
 
 SHORT = [("torn", False)] * 4 + [("torn", True), ("copied", False), ("mixed", False), ("mixed", True)]
 """Plans of the ordinary tests, and whether the leader is killed."""
 
 ROUNDS = 40
-"""Of each `--chaos` round."""
+"""Rounds of this test per round of `--chaos`."""
 
 TARGETS = ("museum", "bridge", "train", "violin", "river", "bread")
 
 
 class Network:
-    """Two editors behind a proxy, and users whose way to Kafka is sound."""
+    """Two editors behind a proxy, and users with a direct connection to Kafka."""
 
     def __init__(self, settings: Settings, proxy: KafkaProxy, folder: Path) -> None:
         self.settings, self.proxy, self._folder = settings, proxy, folder
@@ -60,7 +60,7 @@ class Network:
         self._started = 0
 
     def start(self) -> None:
-        """Both editors."""
+        """Start both editors."""
         while len(self.editors) < 2:
             self._add()
         for editor in self.editors:
@@ -74,7 +74,7 @@ class Network:
         self.users.close()
 
     def play(self, plan: str, *, kill: bool, seed: int) -> None:
-        """One round."""
+        """Run one round."""
         print(
             f"{time.strftime('%H:%M:%S')} {plan}{', and the leader is killed' if kill else ''}, seed {seed}", flush=True
         )
@@ -93,7 +93,7 @@ class Network:
             self._kill_leader()
         wait_until(lambda: len(records(self.settings, EDITS)) >= self.sent, 120, f"the outcomes of {names}")
         self.happened += [fault for fault in self.proxy.release() if fault.happened]
-        for editor in [one for one in self.editors if not one.running]:  # one that another editor has followed
+        for editor in [one for one in self.editors if not one.running]:  # ended, with a successor
             self.editors.remove(editor)
         self.start()
 
@@ -105,7 +105,7 @@ class Network:
             leader.kill()
 
     def left(self) -> Left:
-        """Everything on the topics and in Redis, once both editors hold the same, which is the end of the log."""
+        """Everything on the topics and in Redis, once both editors have reached the end of the log."""
         wait_for_open_transactions(self.settings, DELTAS, EDITS, FEEDBACK_DLQ)
         wait_until(self._at_the_end, 60, "both editors and the head in Redis at the end of the log")
         store = self._store()
@@ -128,7 +128,7 @@ class Network:
         )
 
     def _at_the_end(self) -> bool:
-        """Whether both editors hold all of the log and Redis names its end, shortly after the last outcome."""
+        """True if both editors hold the whole log and Redis names its end."""
         seq = deltas_in_log(self.settings)[-1].seq
         head = self._store().read_head(0)
         if head is None or head.seq != seq:
@@ -181,4 +181,4 @@ def test_no_correction_is_lost_or_doubled_on_a_bad_network(network: Network, req
     for seed, (plan, kill) in enumerate(rounds):
         network.play(plan, kill=kill, seed=seed)
     assert faults(network.left()) == []
-    assert any(fault.released and fault.action == "hold" for fault in network.happened), "no request came late"
+    assert any(fault.released and fault.action == "hold" for fault in network.happened), "no request arrived late"

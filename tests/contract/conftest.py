@@ -1,3 +1,3 @@
-"""Fixtures of the tests of contracts."""
+"""Fixtures of the contract tests."""
 
 from tests.support.deployment_fixtures import *  # noqa: F403  (its `__all__` lists the fixtures)

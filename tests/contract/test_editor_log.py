@@ -1,4 +1,4 @@
-"""What the editor's log does, on the real Kafka and on its double alike: so the seeded fault tests mean something."""
+"""`EditorLog` on the real Kafka and on its test double, which the seeded fault tests use."""
 
 import pytest
 from kafka.errors import KafkaError, KafkaTimeoutError
@@ -38,7 +38,7 @@ class TestTransactions:
         }
         assert log._member.committed(log._feedback) == 5
 
-    def test_an_editor_that_is_gone_before_its_commit_leaves_nothing(self, cluster: Cluster) -> None:
+    def test_an_editor_that_ends_before_its_commit_leaves_nothing(self, cluster: Cluster) -> None:
         log = cluster.leader()
         write_half_a_transaction(cluster, log)
         log.close()
@@ -49,7 +49,7 @@ class TestTransactions:
         assert cluster.values(DELTAS) == [b"lead", b"lead again", b"whole"]
         assert successor._member.committed(successor._feedback) == 1
 
-    def test_what_is_open_ends_the_log_until_its_writer_is_fenced(self, cluster: Cluster) -> None:
+    def test_an_open_transaction_ends_the_log_until_its_writer_is_fenced(self, cluster: Cluster) -> None:
         log = cluster.leader()
         write_half_a_transaction(cluster, log)
         cluster.send(DELTAS, b"after it")
@@ -71,7 +71,7 @@ class TestTransactions:
         assert cluster.values(DELTAS) == [b"lead", b"half"]
         assert log.write_lead(b"lead again") == 7
 
-    def test_nobody_leads_while_records_of_another_writer_are_undecided(
+    def test_no_editor_leads_while_a_transaction_of_another_writer_is_open(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("gracestream.pipeline.editor.log.READ_TIMEOUT_SECONDS", 2.0)
@@ -97,7 +97,7 @@ class TestLostControlRecords:
         settings = load_settings(topic_prefix=prefix)
         return MemoryKafka([settings.kafka.topic(topic.name) for topic in TOPICS])
 
-    def test_the_editor_that_knows_what_it_committed_goes_on(self, kafka: MemoryKafka, prefix: str) -> None:
+    def test_the_editor_that_knows_its_last_commit_goes_on(self, kafka: MemoryKafka, prefix: str) -> None:
         cluster = Cluster(load_settings(topic_prefix=prefix), kafka)
         log = cluster.leader()
         kafka.skips_markers = True
@@ -128,7 +128,7 @@ class TestLostControlRecords:
 
 
 class TestHistory:
-    def test_each_delta_of_others_is_handed_out_once_and_own_ones_never(self, cluster: Cluster) -> None:
+    def test_each_delta_of_another_editor_is_read_once_and_own_deltas_never(self, cluster: Cluster) -> None:
         cluster.send(DELTAS, b"one", b"two")
         log = cluster.editor()
         assert list(log.read_new_deltas()) == [(0, b"one"), (1, b"two")]
@@ -143,7 +143,7 @@ class TestHistory:
         cluster.send(DELTAS, b"five")
         assert values_of(log) == [b"five"]
 
-    def test_a_record_that_is_not_folded_to_its_end_is_handed_out_no_second_time(self, cluster: Cluster) -> None:
+    def test_a_record_is_read_once_even_if_applying_it_fails(self, cluster: Cluster) -> None:
         cluster.send(DELTAS, b"one", b"two")
         log = cluster.editor()
         assert next(log.read_new_deltas()) == (0, b"one")
@@ -151,7 +151,7 @@ class TestHistory:
 
 
 class TestForeignRecords:
-    """Nobody but the editor writes to `deltas`. Where somebody does, the editor reads that before it writes on."""
+    """Only the editor may write to `deltas`. It reads the records of any other writer before it writes again."""
 
     def test_nothing_is_committed_behind_a_record_that_was_not_read(self, cluster: Cluster) -> None:
         log = cluster.leader()
@@ -168,7 +168,7 @@ class TestForeignRecords:
         assert cluster.values(DELTAS) == [b"lead", b"first", b"foreign", b"lead again", b"second"]
         assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0", "f1"]
 
-    def test_nor_does_an_editor_take_a_term_behind_one(self, cluster: Cluster) -> None:
+    def test_an_editor_begins_no_term_behind_an_unread_record(self, cluster: Cluster) -> None:
         log = cluster.member()
         log.fence()
         list(log.read_new_deltas())
@@ -178,14 +178,14 @@ class TestForeignRecords:
         log.close()
         assert cluster.values(DELTAS) == [b"foreign"]
 
-    def test_one_that_was_read_is_no_hindrance(self, cluster: Cluster) -> None:
+    def test_a_record_that_was_read_prevents_no_commit(self, cluster: Cluster) -> None:
         log = cluster.leader()
         cluster.send(DELTAS, b"foreign")
         wait_until(lambda: values_of(log) == [b"foreign"])
         log.commit(decided(0, outcome_of("f0"), b"first"))
         assert cluster.values(DELTAS) == [b"lead", b"foreign", b"first"]
 
-    def test_one_that_comes_between_a_delta_and_the_end_of_its_transaction_is_handed_out(
+    def test_a_record_between_a_delta_and_the_end_of_its_transaction_is_read(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         log = cluster.leader()
@@ -202,14 +202,14 @@ class TestForeignRecords:
         log.commit(decided(1, outcome_of("f1"), b"second"))
         assert cluster.values(DELTAS) == [b"lead", b"first", b"foreign", b"second"]
 
-    def test_what_changes_no_codebook_needs_no_look_at_them(self, cluster: Cluster) -> None:
+    def test_an_outcome_without_a_delta_commits_despite_unread_records(self, cluster: Cluster) -> None:
         log = cluster.leader()
         cluster.send(DELTAS, b"foreign")
         log.commit(decided(0, outcome_of("f0")))
         assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0"]
 
 
-def test_a_log_that_has_lost_records_is_not_gone_on_with(prefix: str) -> None:
+def test_an_editor_does_not_continue_a_log_that_has_lost_records(prefix: str) -> None:
     settings = load_settings(topic_prefix=prefix)
     double = MemoryKafka([settings.kafka.topic(topic.name) for topic in TOPICS])
     log = Cluster(settings, double).leader()
@@ -222,13 +222,13 @@ def test_a_log_that_has_lost_records_is_not_gone_on_with(prefix: str) -> None:
 
 
 class TestPosition:
-    def test_it_is_the_first_record_of_a_new_topic(self, cluster: Cluster) -> None:
+    def test_in_a_new_topic_it_is_the_first_record(self, cluster: Cluster) -> None:
         cluster.send(FEEDBACK, b"f0")
         log = cluster.leader()
         assert next_offset(log) == 0
 
     @pytest.mark.parametrize("done", [1, 3, 40])
-    def test_it_is_after_the_last_outcome_when_kafka_forgot_the_group(self, cluster: Cluster, done: int) -> None:
+    def test_without_offsets_of_the_group_it_is_after_the_last_outcome(self, cluster: Cluster, done: int) -> None:
         cluster.send(FEEDBACK, *(b"f%d" % number for number in range(done + 1)))
         log = cluster.leader()
         for offset in range(done):
@@ -251,11 +251,9 @@ class TestPosition:
         log.close()
         cluster.forget_group()
         log = cluster.leader()
-        assert next_offset(log) == 30, "its dead letter tells, though it has no outcome"
+        assert next_offset(log) == 30, "its dead letter has the offset, though it has no outcome"
 
-    def test_headers_that_name_no_offset_or_one_that_is_not_there_move_nothing_beyond_the_end(
-        self, cluster: Cluster
-    ) -> None:
+    def test_headers_with_an_invalid_offset_do_not_move_it_beyond_the_end(self, cluster: Cluster) -> None:
         cluster.send(FEEDBACK, b"one", b"two")
         for said in (None, b"\xff", b"-5", b"9" * 40, b""):
             cluster.send_dead_letter(said)
@@ -290,14 +288,14 @@ class TestPosition:
         assert given == [2, 3]
         assert log.lag() == 0
 
-    def test_what_waits_is_counted(self, cluster: Cluster) -> None:
+    def test_waiting_feedback_is_counted(self, cluster: Cluster) -> None:
         log = cluster.leader()
         cluster.send(FEEDBACK, b"f0", b"f1", b"f2")
         assert log.lag() == 3
         log.commit(decided(0, outcome_of("f0")))
         assert log.lag() == 2
 
-    def test_what_is_handed_out_ahead_is_so_once(self, cluster: Cluster) -> None:
+    def test_feedback_is_read_ahead_once(self, cluster: Cluster) -> None:
         log = cluster.leader()
         cluster.send(FEEDBACK, b"f0", b"f1", b"f2", b"f3")
         assert [next_offset(log) for _ in range(3)] == [0, 1, 2]
@@ -310,7 +308,7 @@ class TestPosition:
         assert log.lag() == 0
 
 
-def test_an_error_that_would_come_again_does_not_pass() -> None:
+def test_a_permanent_error_is_not_retriable() -> None:
     from kafka import errors  # noqa: PLC0415 - a module of two hundred classes, of which four matter here
 
     assert not is_retriable(errors.TransactionalIdAuthorizationFailedError())

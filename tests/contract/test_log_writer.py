@@ -1,4 +1,4 @@
-"""Who may write to the editor's log, and until when; on the real Kafka and on its double alike."""
+"""The right to write to the log, and its loss, on the real Kafka and on its test double."""
 
 import time
 
@@ -32,7 +32,7 @@ class TestOneWriter:
         second.commit(decided(1, outcome_of("f1")))
         assert [headers_of(record)["feedback_offset"] for record in cluster.records(EDITS)] == ["0", "1"]
 
-    def test_who_is_fenced_writes_no_more(self, cluster: Cluster) -> None:
+    def test_a_fenced_editor_writes_no_more(self, cluster: Cluster) -> None:
         first = cluster.leader()
         second = cluster.editor()
         second.fence()
@@ -45,7 +45,7 @@ class TestOneWriter:
         assert cluster.values(EDITS) == []
         assert first._member.committed(first._feedback) == 0
 
-    def test_who_is_fenced_in_the_middle_of_a_transaction_commits_none_of_it(self, cluster: Cluster) -> None:
+    def test_an_editor_fenced_within_a_transaction_commits_none_of_it(self, cluster: Cluster) -> None:
         first = cluster.leader()
         write_half_a_transaction(cluster, first)
         second = cluster.member()
@@ -54,7 +54,7 @@ class TestOneWriter:
             first._writer.send(cluster.settings.kafka.topic(DELTAS), value=b"too late", partition=0).get(
                 timeout=TIMEOUT
             )
-        first.close()  # which fences nobody, though kafka-python would ask for another epoch here
+        first.close()  # no editor is fenced, although kafka-python would request another epoch here
         cluster.wait_for_membership(second, "elected")
         list(second.read_new_deltas())
         second.write_lead(b"lead again")
@@ -62,7 +62,7 @@ class TestOneWriter:
         assert cluster.values(DELTAS) == [b"lead", b"lead again", b"by the second"]
         assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0"]
 
-    def test_who_is_of_another_generation_or_no_member_is_rejected(self, cluster: Cluster) -> None:
+    def test_a_commit_of_another_generation_or_of_no_member_is_rejected(self, cluster: Cluster) -> None:
         log = cluster.leader()
         now = log._group_metadata
         for stale in (now._replace(generation_id=now.generation_id + 1), now._replace(member_id="somebody else")):
@@ -76,14 +76,14 @@ class TestOneWriter:
         log.commit(decided(0, outcome_of("f0"), b"in time"))
         assert cluster.values(DELTAS) == [b"lead", b"in time"]
 
-    def test_who_says_no_generation_is_not_checked(self, cluster: Cluster) -> None:
-        """Which is why a log holds on to the generation in which it was chosen."""
+    def test_a_commit_without_a_generation_is_not_checked(self, cluster: Cluster) -> None:
+        """Therefore an `EditorLog` keeps the generation in which it was elected."""
         log = cluster.leader()
         log._group_metadata = log._group_metadata._replace(generation_id=-1, member_id="")
         log.commit(decided(0, None, b"unchecked"))
         assert cluster.values(DELTAS) == [b"lead", b"unchecked"]
 
-    def test_who_falls_out_of_the_group_learns_it_from_poll(self, cluster: Cluster) -> None:
+    def test_poll_reports_the_loss_of_the_membership(self, cluster: Cluster) -> None:
         log = cluster.leader()
         end_session(cluster, log)
         with pytest.raises(KafkaError) as raised:
@@ -94,10 +94,10 @@ class TestOneWriter:
         assert cluster.values(DELTAS) == [b"lead"]
 
 
-class TestStaying:
-    """An editor at work on one record for long."""
+class TestKeepAlive:
+    """An editor that works on one record for a long time."""
 
-    def test_who_stays_is_handed_out_nothing_and_loses_nothing(self, cluster: Cluster) -> None:
+    def test_keep_alive_returns_no_record_and_loses_none(self, cluster: Cluster) -> None:
         log = cluster.leader()
         cluster.send(FEEDBACK, b"f0", b"f1", b"f2")
         assert next_offset(log) == 0
@@ -106,7 +106,7 @@ class TestStaying:
         log.commit(decided(0, outcome_of("f0"), b"took long"))
         assert [next_offset(log), next_offset(log)] == [1, 2]
 
-    def test_who_stays_lets_a_standby_in_and_keeps_its_place(self, cluster: Cluster) -> None:
+    def test_keep_alive_lets_a_standby_join_and_keeps_the_partition(self, cluster: Cluster) -> None:
         cluster.send(FEEDBACK, b"f0", b"f1")
         log = cluster.leader()
         assert next_offset(log) == 0
@@ -127,7 +127,7 @@ class TestStaying:
         log.commit(decided(0, outcome_of("f0"), b"took long"))
         assert next_offset(log) == 1
 
-    def test_who_stays_learns_that_it_fell_out_of_the_group(self, cluster: Cluster) -> None:
+    def test_keep_alive_reports_the_loss_of_the_membership(self, cluster: Cluster) -> None:
         cluster.send(FEEDBACK, b"f0")
         log = cluster.leader()
         assert next_offset(log) == 0
@@ -145,7 +145,7 @@ class TestStaying:
             log.commit(decided(0, outcome_of("f0"), b"too late"))
         assert cluster.values(DELTAS) == [b"lead"]
 
-    def test_what_took_too_long_is_not_committed_and_the_setting_named(self, cluster: Cluster) -> None:
+    def test_a_decision_that_took_too_long_is_not_committed_and_the_setting_is_named(self, cluster: Cluster) -> None:
         log = cluster.leader()
         log._settings = log._settings.model_copy(update={"stall_timeout": 0.1})
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""What a reader of a topic finds, on the real Kafka and on its double alike."""
+"""`TopicReader` on the real Kafka and on its test double."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ def reader(cluster: Cluster) -> Iterator[TopicReader]:
 
 
 class Transactions:
-    """Transactions on `edits`: each takes one more offset for its control record."""
+    """Transactions on `edits`. Each takes one more offset for its control record."""
 
     def __init__(self, cluster: Cluster, reader: TopicReader) -> None:
         self._topic, self._reader = cluster.settings.kafka.topic(EDITS), reader
@@ -26,7 +26,7 @@ class Transactions:
         self._writer.init_transactions()
 
     def write(self, *values: bytes, end: str | None = "commit") -> None:
-        """One transaction, whose end is on the topic on return; with no `end` it stays open."""
+        """Write one transaction, including its end; without `end` it stays open."""
         self._writer.begin_transaction()
         for value in values:
             offset = self._writer.send(self._topic, value=value, partition=0).get(timeout=30).offset
@@ -47,7 +47,7 @@ def found(records: Any) -> list[tuple[int, bytes]]:
     return [(record.offset, record.value) for record in records]
 
 
-def test_an_empty_topic_has_nothing(reader: TopicReader) -> None:
+def test_an_empty_topic_has_no_record(reader: TopicReader) -> None:
     assert (reader.first_offset(), reader.end_offset()) == (0, 0)
     assert found(reader.read()) == []
     assert reader.at(0) is None
@@ -62,7 +62,7 @@ def test_a_range_has_the_records_from_its_start_to_before_its_end(cluster: Clust
     assert found(reader.read(4)) == found(reader.read(3, 2)) == []
 
 
-def test_a_range_ends_where_its_end_was_though_more_has_come(cluster: Cluster, reader: TopicReader) -> None:
+def test_a_range_ends_at_its_end_although_more_records_arrived(cluster: Cluster, reader: TopicReader) -> None:
     cluster.send(EDITS, b"0", b"1")
     records = reader.read()
     first = next(records)
@@ -70,7 +70,7 @@ def test_a_range_ends_where_its_end_was_though_more_has_come(cluster: Cluster, r
     assert found([first, *records]) == [(0, b"0"), (1, b"1")]
 
 
-def test_aborted_and_control_records_are_passed_over(
+def test_aborted_and_control_records_are_skipped(
     cluster: Cluster, reader: TopicReader, transactions: Transactions
 ) -> None:
     transactions.write(b"0", b"1")
@@ -123,7 +123,7 @@ def test_a_search_from_the_end_reads_each_record_at_most_once(cluster: Cluster, 
     assert len(seen) == FIRST_WINDOW
 
 
-def test_a_follower_gets_what_is_there_and_what_comes(
+def test_a_follower_gets_existing_and_new_records(
     cluster: Cluster, reader: TopicReader, transactions: Transactions
 ) -> None:
     cluster.send(EDITS, b"0", b"1")
