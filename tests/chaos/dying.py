@@ -124,9 +124,9 @@ def train_slowly(seconds: float) -> None:
     setattr(value_search, "train_value", trained)  # noqa: B010
 
 
-def hang(patience: float) -> None:
+def hang(seconds: float) -> None:
     """Train the first single value for ever, and let a stalled process live for so long."""
-    shutdown.MAX_STALL_SECONDS = patience
+    shutdown.MAX_STALL_SECONDS = seconds
     train_slowly(float("inf"))
 
 

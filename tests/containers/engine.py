@@ -98,10 +98,10 @@ def compile_go(target: Path, version: str, *packages: str, flags: str = "") -> N
 
 def _version(command: list[str]) -> tuple[int, ...]:
     try:
-        said = subprocess.run([*command, "version", "--short"], capture_output=True, text=True, check=False).stdout
+        version = subprocess.run([*command, "version", "--short"], capture_output=True, text=True, check=False).stdout
     except FileNotFoundError:
         return ()
-    found = re.match(r"v?(\d+)\.(\d+)", said.strip())
+    found = re.match(r"v?(\d+)\.(\d+)", version.strip())
     return tuple(map(int, found.groups())) if found else ()
 
 
@@ -118,8 +118,8 @@ def install(package: str) -> None:
     for command in (["update"], ["install", "--yes", "--no-remove", "--no-install-recommends", package]):
         done = subprocess.run(["apt-get", "-qq", *command], env=quiet, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            said = (done.stderr.strip() or done.stdout.strip() or "it says nothing").splitlines()[-1]
-            raise EngineError(f"apt-get cannot install {package}: {said}")
+            message = (done.stderr.strip() or done.stdout.strip() or "it says nothing").splitlines()[-1]
+            raise EngineError(f"apt-get cannot install {package}: {message}")
 
 
 def cache() -> Path:

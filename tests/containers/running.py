@@ -82,6 +82,6 @@ class Compose:
         ids = self.ids(service)
         if not ids:
             return []
-        said = subprocess.run(["docker", "inspect", *ids], capture_output=True, text=True, check=True).stdout
-        found: list[dict[str, Any]] = json.loads(said)
+        output = subprocess.run(["docker", "inspect", *ids], capture_output=True, text=True, check=True).stdout
+        found: list[dict[str, Any]] = json.loads(output)
         return found

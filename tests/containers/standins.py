@@ -62,9 +62,9 @@ CMD ["/etc/kafka/docker/run"]
 """As Apache's image: its own class turns variables into properties, and formats the folder."""
 
 KAFKA_RUN = """#!/bin/bash
-said=$(java -cp '/opt/kafka/libs/*' kafka.docker.KafkaDockerWrapper setup --default-configs-dir /etc/kafka/docker \\
+output=$(java -cp '/opt/kafka/libs/*' kafka.docker.KafkaDockerWrapper setup --default-configs-dir /etc/kafka/docker \\
     --mounted-configs-dir /mnt/shared/config --final-configs-dir /opt/kafka/config 2>&1) \\
-    || grep "already formatted" <<< "$said" || { echo "$said"; exit 1; }
+    || grep "already formatted" <<< "$output" || { echo "$output"; exit 1; }
 exec java $KAFKA_HEAP_OPTS -XX:+UseSerialGC -cp '/opt/kafka/libs/*' kafka.Kafka /opt/kafka/config/server.properties
 """
 

@@ -135,7 +135,7 @@ def kill(container: Mapping[str, Any]) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def said(answer: Prediction) -> str | UnsetType:
+def text_of(answer: Prediction) -> str | UnsetType:
     """The text of an answer."""
     assert answer.outputs is not UNSET, answer
     return answer.outputs.text
@@ -149,7 +149,7 @@ def assert_corrected(users: Users, text: str, target: str = "river") -> int:
     answer = ask(users, text, outcome.seq)
     assert answer.error is UNSET
     assert answer.edit is not UNSET
-    assert said(answer) == target
+    assert text_of(answer) == target
     return outcome.seq
 
 
@@ -211,7 +211,7 @@ class Traffic:
 def test_a_correction_from_the_host_is_served(users: Users) -> None:
     before = ask(users, PROMPTS[0])
     assert before.edit is UNSET
-    assert said(before) != "river"
+    assert text_of(before) != "river"
     assert_corrected(users, PROMPTS[0])
 
 
@@ -253,7 +253,7 @@ def test_replicas_come_and_go_and_the_others_stay(stack: Compose, users: Users) 
     (left,) = stack.ids("inference")
     assert left in scaled
     assert {part: stack.ids(part) for part in PARTS[:3]} == {part: before[part] for part in PARTS[:3]}
-    assert said(ask(users, PROMPTS[1], seq)) == "river"
+    assert text_of(ask(users, PROMPTS[1], seq)) == "river"
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -280,7 +280,7 @@ def test_a_part_that_is_killed_under_load_comes_back_and_nothing_is_lost(
         for outcome, text in zip(traffic.outcomes, corrected, strict=False)
     ]
     answers = users.ask(*questions, timeout=TIMEOUT)
-    assert {said(answer) for answer in answers.values()} == {"river"}
+    assert {text_of(answer) for answer in answers.values()} == {"river"}
 
 
 def test_down_and_up_keep_the_history(stack: Compose, users: Users) -> None:
@@ -289,7 +289,7 @@ def test_down_and_up_keep_the_history(stack: Compose, users: Users) -> None:
     stack.run("down")
     assert [stack.ids(part) for part in PARTS] == [[]] * 4
     stack.up()
-    assert said(ask(users, PROMPTS[2], seq)) == "river"
+    assert text_of(ask(users, PROMPTS[2], seq)) == "river"
     assert outcomes_in_log(users.settings) == history
     assert assert_corrected(users, PROMPTS[3]) > seq
 

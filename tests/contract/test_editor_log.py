@@ -255,8 +255,8 @@ class TestPosition:
 
     def test_headers_with_an_invalid_offset_do_not_move_it_beyond_the_end(self, cluster: Cluster) -> None:
         cluster.send(FEEDBACK, b"one", b"two")
-        for said in (None, b"\xff", b"-5", b"9" * 40, b""):
-            cluster.send_dead_letter(said)
+        for header in (None, b"\xff", b"-5", b"9" * 40, b""):
+            cluster.send_dead_letter(header)
         log = cluster.leader()
         assert log._next_feedback == 0
         log.close()

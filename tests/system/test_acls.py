@@ -1,4 +1,4 @@
-"""deploy/acls.sh, run against a Kafka with an authorizer: everyone can do their own work, and nothing else."""
+"""deploy/acls.sh on a Kafka with an authorizer: each user can do its own work, and nothing else."""
 
 import json
 import secrets
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.kafka
 
 PROMPT = texts(1, seed=32, shortest=6, longest=9)[0]
 
-# Who reads and who writes, by topic.
+# The rights to read and write, by topic.
 TABLE = {
     #               editor  replica user   corrector operator resender
     "requests":     ("R",   "R",    "W",   "",       "R",     "W"),
@@ -40,7 +40,7 @@ TABLE = {
     "feedback.dlq": ("RW",  "",     "",    "",       "R",     "R"),
 }  # fmt: skip
 
-# What they may do to topics as such; to describe one comes with reading or writing it.
+# Rights beside reading and writing; a user that may read or write a topic may describe it.
 BESIDE = {
     "editor": {"DESCRIBE", "DESCRIBE_CONFIGS"},
     "replica": {"DESCRIBE", "DESCRIBE_CONFIGS"},
@@ -50,14 +50,14 @@ BESIDE = {
 
 @dataclass(frozen=True, slots=True)
 class Realm:
-    """A deployment whose people have one user each."""
+    """A deployment with one Kafka user per kind of client."""
 
     kafka: SecuredKafka
     common: dict[str, Any]
     printed: str
 
     def settings(self, user: str) -> Settings:
-        """Those of one of them."""
+        """The settings of one user."""
         return load_settings(**self.common, **self.kafka.as_user(self.common["topic_prefix"] + user))
 
 
@@ -84,12 +84,12 @@ def realm(
 
 @pytest.fixture(scope="module")
 def topics(realm: Realm) -> None:
-    """The topics, which the operator has created."""
+    """The topics, created by the operator."""
     create_topics(realm.settings("operator").kafka, partitions=2, replication=1)
 
 
 def rights(settings: Settings) -> dict[str, set[str]]:
-    """What the broker says that a user may do, by topic; one that it may not even see is missing."""
+    """A user's rights by topic, according to the broker; topics that it may not see are missing."""
     client = admin(settings.kafka)
     try:
         found = {topic["name"]: set(topic["authorized_operations"]) for topic in client.describe_topics()}
@@ -102,7 +102,7 @@ def rights(settings: Settings) -> dict[str, set[str]]:
 @pytest.mark.usefixtures("topics")
 class TestRights:
     @pytest.mark.parametrize("user", USERS)
-    def test_everyone_may_do_exactly_what_the_table_says(self, realm: Realm, user: str) -> None:
+    def test_the_rights_of_each_user_are_those_of_the_table(self, realm: Realm, user: str) -> None:
         words = {"R": "READ", "W": "WRITE"}
         expected = {}
         for topic, columns in TABLE.items():
@@ -115,7 +115,7 @@ class TestRights:
         assert TABLE.keys() == {topic.name for topic in TOPICS}
 
     @pytest.mark.parametrize(("user", "kind"), [("editor", "editor"), ("replica", "inference")])
-    def test_workers_ask_for_what_they_are_allowed(self, user: str, kind: str) -> None:
+    def test_workers_require_their_rights_of_the_table(self, user: str, kind: str) -> None:
         letters = {topic: columns[USERS.index(user)] for topic, columns in TABLE.items()}
         assert set(REQUIRED_PERMISSIONS[kind].reads) == {topic for topic, may in letters.items() if "R" in may}
         assert set(REQUIRED_PERMISSIONS[kind].writes) == {topic for topic, may in letters.items() if "W" in may}
@@ -127,7 +127,7 @@ class TestRights:
             *((user, "snapshots") for user in USERS if user not in {"editor", "operator"}),
         ],
     )
-    def test_nobody_else_writes_what_makes_an_edit_live(self, realm: Realm, user: str, topic: str) -> None:
+    def test_no_other_user_writes_deltas_edits_or_snapshots(self, realm: Realm, user: str, topic: str) -> None:
         settings = realm.settings(user)
         end = ends(realm.settings("operator"), topic)
         writer = producer(settings.kafka)
@@ -137,7 +137,7 @@ class TestRights:
         assert ends(realm.settings("operator"), topic) == end
 
     @pytest.mark.parametrize("user", [user for user in USERS if user != "editor"])
-    def test_nobody_else_can_fence_the_editor(self, realm: Realm, user: str) -> None:
+    def test_no_other_user_can_fence_the_editor(self, realm: Realm, user: str) -> None:
         settings = realm.settings(user)
         rival = producer(settings.kafka, transactional_id=settings.kafka.topic("editor"))
         with pytest.raises(TransactionalIdAuthorizationFailedError):
@@ -155,7 +155,7 @@ class TestRights:
             ("resender", set()),
         ],
     )
-    def test_groups_are_kept_apart(self, realm: Realm, user: str, groups: set[str]) -> None:
+    def test_each_user_has_its_own_groups(self, realm: Realm, user: str, groups: set[str]) -> None:
         settings = realm.settings(user)
         topic = TopicPartition(settings.kafka.topic("edits" if user == "corrector" else "requests"), 0)
         for group in ("editor", "inference", "user-analytics", "elsewhere"):
@@ -171,7 +171,7 @@ class TestRights:
 
 
 def ends(settings: Settings, topic: str) -> dict[TopicPartition, int]:
-    """Where a topic ends."""
+    """The end offset of a topic."""
     reader = consumer(settings.kafka)
     try:
         found: dict[TopicPartition, int] = reader.end_offsets([TopicPartition(settings.kafka.topic(topic), 0)])
@@ -182,7 +182,7 @@ def ends(settings: Settings, topic: str) -> dict[TopicPartition, int]:
 
 @pytest.mark.usefixtures("topics")
 class TestCommands:
-    def test_each_works_for_whom_it_is_meant(self, realm: Realm, run: Callable[..., Command], folder: Path) -> None:
+    def test_each_command_works_for_its_user(self, realm: Realm, run: Callable[..., Command], folder: Path) -> None:
         editor = Forked("editor", "edit", realm.settings("editor"), folder)
         replica = Forked("replica", "infer", realm.settings("replica"), folder)
         assert run("topics", settings=realm.settings("operator")).stdout() == "all topics exist\n"
@@ -205,7 +205,7 @@ class TestCommands:
             assert json.loads(kept.stdout())["digest"] == replica.state()["digest"]
             assert editor.stop() == replica.stop() == 0
 
-    def test_an_editor_leads_again_after_feedback_was_set_aside(
+    def test_an_editor_leads_again_after_feedback_was_dead_lettered(
         self, realm: Realm, run: Callable[..., Command], folder: Path
     ) -> None:
         corrector, operator, resender = (realm.settings(user) for user in ("corrector", "operator", "resender"))
@@ -248,19 +248,21 @@ class TestCommands:
             ("user", "replay", "", "there is no topic '{prefix}deltas', or this user may not see it"),
         ],
     )
-    def test_others_are_told_in_one_sentence(
+    def test_other_users_get_an_error_of_one_sentence(
         self, realm: Realm, run: Callable[..., Command], user: str, command: str, given: str, complaint: str
     ) -> None:
-        said = sentence(run(command, settings=realm.settings(user), given=given))
-        assert complaint.format(prefix=realm.common["topic_prefix"]) in said
+        message = sentence(run(command, settings=realm.settings(user), given=given))
+        assert complaint.format(prefix=realm.common["topic_prefix"]) in message
 
 
-def test_nobody_but_an_operator_creates_topics(realm: Realm, run: Callable[..., Command]) -> None:
-    said = sentence(run("topics", settings=realm.settings("user"), topic_prefix=f"{realm.common['topic_prefix']}user-"))
-    assert "Kafka does not allow this user to do this (" in said
+def test_only_an_operator_creates_topics(realm: Realm, run: Callable[..., Command]) -> None:
+    message = sentence(
+        run("topics", settings=realm.settings("user"), topic_prefix=f"{realm.common['topic_prefix']}user-")
+    )
+    assert "Kafka does not allow this user to do this (" in message
 
 
-def test_the_script_lists_what_is_in_force_and_may_run_again(realm: Realm) -> None:
+def test_the_script_lists_its_rules_and_may_run_again(realm: Realm) -> None:
     assert realm.printed.count("Adding ACLs") >= len(USERS)
     listed = realm.kafka.set_acls(
         realm.common["topic_prefix"], load_settings().model.cache_dir.expanduser(), ["--list"]
@@ -270,7 +272,7 @@ def test_the_script_lists_what_is_in_force_and_may_run_again(realm: Realm) -> No
     assert SUPER_USER not in listed
 
 
-def test_a_replica_replies_only_to_topics_that_the_script_was_given(
+def test_a_replica_replies_only_to_topics_named_to_the_script(
     realm: Realm, secured_kafka: SecuredKafka, folder: Path
 ) -> None:
     prefix = f"t{secrets.token_hex(4)}-"

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded: one sentence says why, with the remedy, and none of their code runs."""
+"""Checkpoints that cannot be loaded: an error of one sentence has reason and remedy, and none of their code runs."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"
 
 
 def configured(folder: Path, file: str = "config.json", **entries: Any) -> None:
-    """Add entries to one of its JSON files."""
+    """Add entries to a JSON file of the checkpoint."""
     path = folder / file
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
@@ -132,28 +132,28 @@ FAULTS: dict[str, tuple[str, Callable[[Path], None], tuple[str, ...]]] = {
 def test_the_fault_and_its_remedy_are_one_sentence(run: Callable[..., Command], tmp_path: Path, fault: str) -> None:
     kind, spoil, parts = FAULTS[fault]
     spoil(save_checkpoint(kind, tmp_path).folder)
-    said = sentence(run("layers", "--model", str(tmp_path)))
-    assert said.startswith(f"the model '{tmp_path}' cannot be loaded: ")
-    assert all(part in said for part in parts), said
+    message = sentence(run("layers", "--model", str(tmp_path)))
+    assert message.startswith(f"the model '{tmp_path}' cannot be loaded: ")
+    assert all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize("command", ["infer", "edit"])
 @pytest.mark.parametrize("fault", ["gptq", "adapter", "gguf", "pickled", "truncated", "no tokenizer"])
-def test_workers_say_the_same(
+def test_workers_report_the_same(
     run: Callable[..., Command], deployment: Settings, tmp_path: Path, command: str, fault: str
 ) -> None:
     kind, spoil, parts = FAULTS[fault]
     spoil(save_checkpoint(kind, tmp_path).folder)
-    said = sentence(run(command, settings=deployment, model=tmp_path))
-    assert all(part in said for part in parts), said
+    message = sentence(run(command, settings=deployment, model=tmp_path))
+    assert all(part in message for part in parts), message
 
 
 def test_a_file_in_place_of_a_folder(run: Callable[..., Command], tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
-    said = sentence(run("layers", "--model", str(file)))
+    message = sentence(run("layers", "--model", str(file)))
     cannot = f"the model '{file}' cannot be loaded: it is a file, not a folder"
-    assert said == f"{cannot}; choose another --model"
+    assert message == f"{cannot}; choose another --model"
     assert sentence(run("layers", model=file)) == f"{cannot}; choose another GRACESTREAM_MODEL"
 
 
@@ -164,10 +164,10 @@ def test_a_gguf_file_gets_the_sentence_of_a_folder_with_one(run: Callable[..., C
     assert whole.startswith(f"the model '{file}' cannot be loaded: it is GGUF, which is quantised; choose the original")
 
 
-def test_a_name_that_is_not_known_lists_those_that_are(run: Callable[..., Command]) -> None:
-    said = sentence(run("layers", "--model", "smolm2"))
-    assert said.startswith("the model 'smolm2' cannot be loaded: ")
-    assert said.endswith("; the models known by name are smollm2, intent, scotus, t5")
+def test_the_error_for_an_unknown_name_lists_known_names(run: Callable[..., Command]) -> None:
+    message = sentence(run("layers", "--model", "smolm2"))
+    assert message.startswith("the model 'smolm2' cannot be loaded: ")
+    assert message.endswith("; the models known by name are smollm2, intent, scotus, t5")
 
 
 def with_own_classes(folder: Path) -> None:
@@ -188,7 +188,7 @@ def with_own_tokenizer(folder: Path) -> None:
         ("encoder", "llama", with_own_tokenizer),
     ],
 )
-def test_code_of_a_checkpoint_never_runs_whatever_is_typed(
+def test_code_of_a_checkpoint_never_runs_for_any_answer(
     run: Callable[..., Command], tmp_path: Path, option: str, kind: str, part: Callable[[Path], None]
 ) -> None:
     good = save_checkpoint("bert", tmp_path / "good")
@@ -208,7 +208,7 @@ def test_code_of_a_checkpoint_never_runs_whatever_is_typed(
     assert not ran.exists()
 
 
-def test_no_call_that_loads_a_checkpoint_leaves_its_code_to_a_prompt() -> None:
+def test_every_call_that_loads_a_checkpoint_forbids_its_code() -> None:
     calls = [
         (file, node)
         for folder in ("pipeline", "deploy", "workers")

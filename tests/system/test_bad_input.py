@@ -133,12 +133,12 @@ FEEDBACK: dict[str, tuple[bytes | None, str, str | None]] = {
 
 
 def key_of(number: int, value: bytes | None) -> bytes | None:
-    """Every other record has a key, and a tombstone always."""
+    """A key for every other record, and for every tombstone."""
     return f"key-{number}".encode() if number % 2 or value is None else None
 
 
 def send_among_good(settings: Settings, topic: str, bad: Sequence[bytes | None], good: Sequence[bytes]) -> list[Any]:
-    """One partition, one good record after each bad one; where the bad ones lie."""
+    """Send each bad record to one partition, with a good record after it; returns the offsets of the bad records."""
     sender = producer(settings.kafka)
     try:
         sent = []
@@ -153,11 +153,11 @@ def send_among_good(settings: Settings, topic: str, bad: Sequence[bytes | None],
 
 
 def check_dead_letters(settings: Settings, topic: str, cases: dict[str, Any], places: Sequence[Any]) -> None:
-    """Each bad record is there once, byte for byte, under its own key, with the reason and where it came from."""
-    letters = {headers_of(letter)["source_offset"]: letter for letter in records(settings, f"{topic}.dlq")}
-    assert len(letters) == len(records(settings, f"{topic}.dlq")) == len(cases)
+    """Each bad record is dead-lettered once, byte for byte, with its key, the reason and its source."""
+    dead_letters = {headers_of(letter)["source_offset"]: letter for letter in records(settings, f"{topic}.dlq")}
+    assert len(dead_letters) == len(records(settings, f"{topic}.dlq")) == len(cases)
     for number, ((name, (value, reason, _)), place) in enumerate(zip(cases.items(), places, strict=True)):
-        letter = letters[str(place.offset)]
+        letter = dead_letters[str(place.offset)]
         headers = headers_of(letter)
         assert letter.value == value, name
         assert letter.key == key_of(number, value), name
@@ -168,7 +168,7 @@ def check_dead_letters(settings: Settings, topic: str, cases: dict[str, Any], pl
 
 @pytest.fixture(scope="module")
 def running(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Users]:
-    """Users of an editor and one replica that take records of 4 KiB."""
+    """Users of an editor and one replica with a limit of 4 KiB per record."""
     settings = deploy("llama", f"t{secrets.token_hex(4)}-", max_record_bytes=4096)
     folder = tmp_path_factory.mktemp("running")
     with Forked("editor", "edit", settings, folder) as editor, Forked("replica", "infer", settings, folder) as replica:
@@ -181,7 +181,7 @@ def running(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFa
         assert replica.running, replica.stderr()[-3000:]
 
 
-def test_bad_requests_are_set_aside_and_good_ones_beside_them_answered(running: Users) -> None:
+def test_bad_requests_are_dead_lettered_and_good_requests_answered(running: Users) -> None:
     settings = running.settings
     good = [question(f"good-{number}", PROMPT) for number in range(len(REQUESTS))]
     ids = [*(request.request_id for request in good), *(case[2] for case in REQUESTS.values() if case[2])]
@@ -201,7 +201,7 @@ def test_bad_requests_are_set_aside_and_good_ones_beside_them_answered(running: 
     wait_until(lambda: len(records(settings, "predictions")) == len(ids), what="one answer each")
 
 
-def test_bad_feedback_is_set_aside_and_good_beside_it_taken(running: Users) -> None:
+def test_bad_feedback_is_dead_lettered_and_good_feedback_decided(running: Users) -> None:
     settings = running.settings
     good = [flag(f"good-{number}", prompt, "river") for number, prompt in enumerate(texts(len(FEEDBACK), seed=3))]
     ids = [*(one.feedback_id for one in good), *(case[2] for case in FEEDBACK.values() if case[2])]
@@ -229,13 +229,17 @@ def replies_of(handler: RequestHandler, records: Sequence[RequestRecord]) -> lis
 
 
 @pytest.mark.parametrize("engine", ["batch", "continuous"])
-def test_a_request_on_which_the_model_fails_fails_alone(kafka: str, redis_url: str, prefix: str, engine: str) -> None:
+def test_only_the_request_on_which_the_model_fails_gets_an_error(
+    kafka: str, redis_url: str, prefix: str, engine: str
+) -> None:
     settings = settings_for(kafka, redis_url, prefix, engine=engine)
     model = editable("llama")
     codebook = Codebook("default", model.fingerprint, model.layer)
     store = RedisHeadStore(redis_client(settings.redis), settings.kafka.topic_prefix, settings.model.codebook)
-    mirror = CodebookReplica(codebook, KeyIndex(codebook, model.device), store, DeltaFollower(settings.kafka), settings)
-    handler = RequestHandler(model, mirror, settings.kafka, "replica", settings.serving)
+    codebook_replica = CodebookReplica(
+        codebook, KeyIndex(codebook, model.device), store, DeltaFollower(settings.kafka), settings
+    )
+    handler = RequestHandler(model, codebook_replica, settings.kafka, "replica", settings.serving)
     prompts = texts(4, seed=5)
     words = [set(prompt.split()) for prompt in prompts]
     (breaking,) = model.task.tokenize(min(words[2] - words[0] - words[1] - words[3])).token_ids
@@ -254,7 +258,7 @@ def test_a_request_on_which_the_model_fails_fails_alone(kafka: str, redis_url: s
     assert [answers[fid].error for fid in ("q0", "q1", "q3")] == [UNSET] * 3
 
 
-def test_feedback_on_which_the_model_fails_is_rejected_and_the_next_is_taken(
+def test_feedback_on_which_the_model_fails_is_rejected_and_the_next_is_decided(
     deployment: Settings, users: Users, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = editable("bert")
@@ -299,7 +303,7 @@ def test_an_answer_that_is_not_the_entrys_target_is_never_sent(kafka: str, redis
 
     def served(*, check_answers: bool = True) -> Prediction:
         serving = settings.serving.model_copy(update={"check_answers": check_answers})
-        handler = RequestHandler(model, mirror, settings.kafka, "replica", serving)
+        handler = RequestHandler(model, codebook_replica, settings.kafka, "replica", serving)
         (prediction,) = replies_of(handler, [record])
         return prediction
 
@@ -307,20 +311,20 @@ def test_an_answer_that_is_not_the_entrys_target_is_never_sent(kafka: str, redis
     (query_D,) = model.queries([model.task.tokenize(prompt)]).numpy()
     value_V = np.zeros(model.module.config.hidden_size)
     labels = model.module.config.num_labels
-    for label in range(labels):  # of these targets a value gives at most one
+    for label in range(labels):  # a value gives at most one of these targets
         codebook_replica.index.refresh(changed(codebook, added(f"e{label}", query_D, 0.01, (label,), value_V)))
-        answer, bare = served(), served(check_answers=False)
-        assert bare.edit is not UNSET
+        answer, unchecked = served(), served(check_answers=False)
+        assert unchecked.edit is not UNSET
         target = model.task.decode_label((label,))
-        if bare.outputs is not UNSET and bare.outputs.label == target:
-            assert answer.edit == bare.edit
+        if unchecked.outputs is not UNSET and unchecked.outputs.label == target:
+            assert answer.edit == unchecked.edit
             assert answer.near_miss is UNSET
         else:
             assert answer.edit is UNSET
             assert answer.near_miss == NearMiss(
                 entry_id=f"e{label}",
-                distance=bare.edit.distance,
-                radius=bare.edit.radius,
+                distance=unchecked.edit.distance,
+                radius=unchecked.edit.radius,
                 reason="answer",
                 target=target,
             )

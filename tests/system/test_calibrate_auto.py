@@ -1,4 +1,4 @@
-"""`calibrate --auto`: trial edits on a user's file, and the settings that come of them."""
+"""`calibrate --auto`: trial edits on a user's file, and the settings that it recommends."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TAUGHT = [
 LAYER = "model.layers[1].mlp.down_proj"
 
 NO_ENCODER: dict[str, Any] = {"query_source": "encoder", "encoder": "/no/such/folder"}
-"""Layers alone: an encoder takes seconds to load."""
+"""Only layers, because an encoder takes seconds to load."""
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def requests(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def auto(run: Callable[..., Command], requests: Path, checkpoints: dict[str, Checkpoint]) -> Callable[..., Command]:
-    """`calibrate --auto` on a tiny model; keywords are settings."""
+    """Runs `calibrate --auto` on a tiny model; keywords are settings."""
 
     def ran(*arguments: str, path: Path = requests, kind: str = "llama", **chosen: Any) -> Command:
         model = str(checkpoints[kind].folder)
@@ -49,7 +49,7 @@ def lines(text: str) -> list[Any]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_it_prints_a_table_and_settings_that_an_editor_takes(
+def test_it_prints_a_table_and_valid_settings_of_an_editor(
     auto: Callable[..., Command], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     plot = tmp_path / "reach.svg"
@@ -61,7 +61,7 @@ def test_it_prints_a_table_and_settings_that_an_editor_takes(
     assert "Settings to use" in command.stderr()
     variables = dict(line.split("=", 1) for line in printed if line.startswith("GRACESTREAM_"))
     assert variables["GRACESTREAM_LAYER"] == "model.layers.1.mlp.down_proj"
-    assert variables["GRACESTREAM_MAX_STEPS"] == "150", "what was set is a part of what was measured"
+    assert variables["GRACESTREAM_MAX_STEPS"] == "150", "a setting of the user is a part of the recommendation"
     assert variables["GRACESTREAM_QUERY_SOURCE"] in ("last", "mean"), "the default of a causal model is an encoder"
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -78,11 +78,11 @@ def test_json_has_every_candidate_and_then_the_settings(auto: Callable[..., Comm
     }
     assert all(one["edited"]["of"] == 3 and one["layer"] == "model.layers.1.mlp.down_proj" for one in candidates)
     assert {"GRACESTREAM_MODEL", "GRACESTREAM_LAYER"} <= last["settings"].keys()
-    assert last["findings"], "so few requests bound no share"
+    assert last["findings"], "few requests do not bound a share"
 
 
 @pytest.mark.parametrize(("kind", "layer"), [("bert", "bert.encoder.layer."), ("t5", "encoder.block.")])
-def test_other_kinds_of_model_have_layers_by_rule_and_targets_that_are_made(
+def test_other_kinds_of_model_have_layers_by_rule_and_made_targets(
     auto: Callable[..., Command], requests: Path, kind: str, layer: str
 ) -> None:
     requests.write_text("\n".join(map(json.dumps, PROMPTS)))
@@ -93,7 +93,7 @@ def test_other_kinds_of_model_have_layers_by_rule_and_targets_that_are_made(
     assert {one["edited"]["of"] for one in candidates} == {2}
 
 
-def test_where_values_do_not_train_it_ends_with_status_1_and_says_why(auto: Callable[..., Command]) -> None:
+def test_it_ends_with_status_1_and_the_reason_if_no_value_trains(auto: Callable[..., Command]) -> None:
     command = auto("--layer", LAYER, "--json", max_steps=1, learning_rate=1e-4)
     assert status_of(command) == 1
     last = lines(command.stdout())[-1]
@@ -102,9 +102,7 @@ def test_where_values_do_not_train_it_ends_with_status_1_and_says_why(auto: Call
     assert "raise GRACESTREAM_MAX_STEPS" in last["findings"][0]
 
 
-def test_lines_that_cannot_be_read_are_named_and_the_others_measured(
-    auto: Callable[..., Command], requests: Path
-) -> None:
+def test_unreadable_lines_are_named_and_the_others_measured(auto: Callable[..., Command], requests: Path) -> None:
     bad = [
         b'{"inputs": "\xff"}',
         b"{",
@@ -115,11 +113,11 @@ def test_lines_that_cannot_be_read_are_named_and_the_others_measured(
     command = auto("--layer", LAYER, "--trials", "1", "--minutes", "0", "--json")
     first = len(PROMPTS) + 1
     for number in (first, first + 1, first + 2):
-        assert f"line {number}" in command.said()
-    assert "utf-8" in command.said()
-    assert f"line {first + 2}: unknown field `rephrases`; did you mean `rephrase`?" in command.said()
-    assert "1 request is left out: the prompt has 90 tokens" in command.said()
-    assert [one["edited"]["of"] for one in lines(command.told())[:-1]][:1] == [1]
+        assert f"line {number}" in command.stderr()
+    assert "utf-8" in command.stderr()
+    assert f"line {first + 2}: unknown field `rephrases`; did you mean `rephrase`?" in command.stderr()
+    assert "1 request is left out: the prompt has 90 tokens" in command.stderr()
+    assert [one["edited"]["of"] for one in lines(command.stdout())[:-1]][:1] == [1]
 
 
 def test_too_few_requests_are_one_sentence(auto: Callable[..., Command], tmp_path: Path) -> None:
@@ -129,7 +127,7 @@ def test_too_few_requests_are_one_sentence(auto: Callable[..., Command], tmp_pat
     assert "trial edits need two different requests at least, and there are 1; add lines" in command.stderr()
 
 
-def test_ctrl_c_tells_what_was_found_so_far(folder: Path, requests: Path, checkpoints: dict[str, Checkpoint]) -> None:
+def test_ctrl_c_prints_the_results_so_far(folder: Path, requests: Path, checkpoints: dict[str, Checkpoint]) -> None:
     model = str(checkpoints["llama"].folder)
     arguments = ["calibrate", str(requests), "--auto", "--model", model, "--trials", "2", "--json"]
     command = Command("calibrate", arguments, folder, **NO_ENCODER, threads=1)
@@ -152,6 +150,6 @@ def test_options_of_trial_edits_need_auto(run: Callable[..., Command], requests:
         assert f"{option} needs --auto" in " ".join(command.stderr().replace("│", "").split())
 
 
-def test_a_plot_that_cannot_be_written_is_told_before_the_work(auto: Callable[..., Command]) -> None:
+def test_a_plot_that_cannot_be_written_is_reported_before_the_work(auto: Callable[..., Command]) -> None:
     assert "must end in .svg" in sentence(auto("--plot", "plot.txt"))
     assert "there is no folder" in sentence(auto("--plot", "/no/such/folder/plot.svg"))

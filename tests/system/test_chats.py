@@ -35,7 +35,7 @@ Run = Callable[..., Command]
 
 
 def chat(*contents: str, system: str | None = None) -> tuple[ChatMessage, ...]:
-    """Turns of user and assistant."""
+    """A chat with turns of user and assistant."""
     turns = tuple(ChatMessage(("user", "assistant")[place % 2], text) for place, text in enumerate(contents))
     return turns if system is None else (ChatMessage("system", system), *turns)
 
@@ -51,7 +51,7 @@ def as_json(inputs: tuple[ChatMessage, ...]) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """An editor and two replicas of a model with a chat template."""
+    """An editor and two replicas with a chat model."""
 
     settings: Settings
     users: Users
@@ -59,15 +59,15 @@ class System:
     replicas: tuple[Forked, ...]
 
     def answers(self, inputs: Any, min_seq: Any) -> dict[str, Prediction]:
-        """One answer of each replica."""
+        """One answer from each replica."""
         found: dict[str, Prediction] = {}
 
-        def all_said() -> bool:
+        def answered() -> bool:
             requests = [question(secrets.token_hex(4), inputs, min_seq=min_seq) for _ in range(8)]
             found.update({answer.replica: answer for answer in self.users.ask(*requests).values()})
             return len(found) == len(self.replicas)
 
-        wait_until(all_said, what="an answer of each replica")
+        wait_until(answered, what="an answer of each replica")
         return found
 
 
@@ -90,7 +90,7 @@ def system(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def corrected(system: System) -> System:
-    """Three corrections of chats, one of them signed."""
+    """The system after three corrections of chats, one of them signed."""
     system.users.ask(*(question(f"q{place}", chat(text)) for place, text in enumerate(PROMPTS)))
     for name, inputs in (("plain", PLAIN), ("later", LATER)):
         (outcome,) = system.users.correct(flag(name, inputs, "museum")).values()
@@ -125,7 +125,7 @@ def test_the_same_correction_in_a_chat_again_is_unchanged(corrected: System) -> 
     assert outcome.status == "unchanged"
 
 
-def test_the_command_line_asks_and_corrects_chats(corrected: System, run: Run) -> None:
+def test_commands_send_and_correct_chats(corrected: System, run: Run) -> None:
     (answer,) = lines(run("send", "--chat", PROMPTS[0], settings=corrected.settings))
     assert (answer["outputs"]["text"], answer["edit"]["entry_id"]) == ("museum", "plain")
     asked = [{"inputs": as_json(PLAIN)}, {"inputs": PROMPTS[0]}, PROMPTS[0]]
@@ -154,7 +154,7 @@ def test_the_history_prints_chats(corrected: System, run: Run) -> None:
     assert f"user: {PROMPTS[0]}" in [change["inputs"] for change in found["inputs"]]
 
 
-def test_training_anew_gives_the_recorded_history_bit_for_bit(corrected: System, run: Run) -> None:
+def test_a_reproduction_gives_the_recorded_history_bit_for_bit(corrected: System, run: Run) -> None:
     (report,) = lines(run("replay", "--reproduce", "--json", settings=corrected.settings))
     assert report["decisions"] >= 3
     assert report["first_difference"] is None
@@ -174,7 +174,7 @@ BAD: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-def test_bad_chats_are_dead_letters_with_the_reason_and_the_rest_is_answered(corrected: System) -> None:
+def test_bad_chats_are_dead_lettered_with_the_reason_and_others_answered(corrected: System) -> None:
     settings, sender = corrected.settings, producer(corrected.settings.kafka)
     before = {topic: len(records(settings, topic)) for topic in ("requests.dlq", "feedback.dlq")}
     with corrected.users.client.predictions() as answers, corrected.users.client.outcomes() as outcomes:
@@ -196,12 +196,12 @@ def test_bad_chats_are_dead_letters_with_the_reason_and_the_rest_is_answered(cor
         assert decided[name].status == "rejected"
         assert reason in str(decided[name].reason), name
     for topic, count in before.items():
-        letters = [headers_of(record)["reason"] for record in records(settings, topic)[count:]]
-        assert len(letters) == len(BAD)
-        assert all(reason in letter for letter, (_, reason) in zip(letters, BAD.values(), strict=True))
+        dead_letters = [headers_of(record)["reason"] for record in records(settings, topic)[count:]]
+        assert len(dead_letters) == len(BAD)
+        assert all(reason in letter for letter, (_, reason) in zip(dead_letters, BAD.values(), strict=True))
 
 
-def test_feedback_reads_back_as_it_was_sent(corrected: System) -> None:
+def test_feedback_is_read_as_it_was_sent(corrected: System) -> None:
     sent = {one.feedback_id: one for one in map(_feedback, records(corrected.settings, "feedback")) if one is not None}
     assert sent["later"].inputs == LATER
     assert sent["signed"].inputs == SIGNED

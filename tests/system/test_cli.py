@@ -1,4 +1,4 @@
-"""The command line: what it prints, and that everything that can go wrong is one sentence and a status."""
+"""The commands: their output, and their errors of one sentence with an exit status."""
 
 import json
 import secrets
@@ -27,7 +27,7 @@ KEPT = {"retention.ms": "-1"}
 
 
 def lines(text: str) -> list[Any]:
-    """JSON lines, read."""
+    """The parsed lines of JSON."""
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -71,7 +71,7 @@ class TestTopics:
             ("snapshots", 1, {}, "has cleanup.policy=delete and must have cleanup.policy=compact; set it with"),
         ],
     )
-    def test_one_that_is_not_as_it_must_be_is_named(
+    def test_a_topic_with_a_wrong_configuration_is_named(
         self,
         run: Callable[..., Command],
         kafka: str,
@@ -89,7 +89,7 @@ class TestTopics:
         client.close()
         assert complaint in sentence(run("topics", settings=settings))
 
-    def test_a_worker_does_not_start_on_a_topic_that_is_not_as_it_must_be_and_says_what_mends_it(
+    def test_a_worker_does_not_start_on_a_wrong_topic_and_names_the_remedy(
         self, run: Callable[..., Command], deployment: Settings
     ) -> None:
         client = admin(deployment.kafka)
@@ -97,8 +97,8 @@ class TestTopics:
         changed = {"message.timestamp.type": "CreateTime", "max.message.bytes": "1000"}
         client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs=changed)])
         for command in ("infer", "edit"):
-            said = sentence(run(command, settings=deployment))
-            assert said == (
+            error = sentence(run(command, settings=deployment))
+            assert error == (
                 f"topic {topic!r} has message.timestamp.type=CreateTime,max.message.bytes=1000 and must have"
                 " message.timestamp.type=LogAppendTime,max.message.bytes=67108864; set it with `kafka-configs.sh"
                 f" --bootstrap-server {deployment.kafka.servers} --alter --entity-type topics --entity-name {topic}"
@@ -122,7 +122,7 @@ def running(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFa
 
 
 class TestTraffic:
-    def test_questions_come_from_a_file_or_from_standard_input(
+    def test_requests_come_from_a_file_or_from_standard_input(
         self, run: Callable[..., Command], running: Settings, tmp_path: Path
     ) -> None:
         asked = [json.dumps(PROMPTS[0]), "", json.dumps({"inputs": PROMPTS[1], "request_id": "mine"})]
@@ -138,7 +138,7 @@ class TestTraffic:
             assert "mine" in {answer["request_id"] for answer in answers}
             assert all(answer["outputs"]["text"] and answer["replica"] == "replica" for answer in answers)
 
-    def test_a_text_on_the_command_line_is_asked(self, run: Callable[..., Command], running: Settings) -> None:
+    def test_a_text_on_the_command_line_is_sent(self, run: Callable[..., Command], running: Settings) -> None:
         fields = json.dumps({"inputs": PROMPTS[0], "request_id": "given"})
         answers = []
         for given in (PROMPTS[0], fields):
@@ -157,7 +157,7 @@ class TestTraffic:
         assert [outcome["feedback_id"] for outcome in lines(command.stdout())] == PROMPTS[2:5]
         assert lines(command.stdout())[0]["status"] == "added"
 
-    def test_a_correction_with_rephrases_is_right_in_all_its_words_until_it_is_undone(
+    def test_a_correction_with_rephrases_answers_all_of_them_until_it_is_undone(
         self, run: Callable[..., Command], running: Settings
     ) -> None:
         texts = ["The river flows through", "A river flows through", "Here the river flows through"]
@@ -193,22 +193,22 @@ class TestTraffic:
         self, run: Callable[..., Command], running: Settings
     ) -> None:
         two = "\n".join(json.dumps({"inputs": one, "target": "river"}) for one in ("a", "b"))
-        for given, said in (
+        for given, complaint in (
             (two, "--rephrase needs one correction, and there are 2"),
             (json.dumps({"inputs": "z", "target": "river"}), "`rephrases[0]` is the same as `inputs`; leave it out"),
             (json.dumps({"inputs": "a", "target": "b", "signature": "c"}), "it is signed already; put `rephrases`"),
         ):
             command = run("correct", "--rephrase", "z", settings=running, given=given)
             assert status_of(command) == 2
-            assert said in " ".join(command.stderr().replace("│", " ").split())
+            assert complaint in " ".join(command.stderr().replace("│", " ").split())
 
-    def test_answers_come_in_the_order_of_the_questions(self, run: Callable[..., Command], running: Settings) -> None:
+    def test_answers_come_in_the_order_of_the_requests(self, run: Callable[..., Command], running: Settings) -> None:
         ids = [f"q{number}" for number in range(len(PROMPTS))]
         asked = [json.dumps({"inputs": one, "request_id": name}) for one, name in zip(PROMPTS, ids, strict=True)]
         command = run("send", settings=running, given="\n".join(asked))
         assert [answer["request_id"] for answer in lines(command.stdout())] == ids
 
-    def test_a_person_gets_a_table_with_the_question_beside_its_answer(
+    def test_a_terminal_gets_a_table_with_each_request_and_its_answer(
         self,
         running: Settings,
         folder: Path,
@@ -232,7 +232,7 @@ class TestTraffic:
             assert [prompt in printed for prompt in PROMPTS[6:8]] == [not options] * 2
         assert printed.index(PROMPTS[6]) < printed.index(PROMPTS[7])
 
-    def test_an_error_among_the_answers_is_told_and_the_status_is_1(
+    def test_an_error_among_the_answers_is_counted_and_the_status_is_1(
         self, run: Callable[..., Command], running: Settings
     ) -> None:
         asked = [PROMPTS[0], " ".join(PROMPTS), PROMPTS[1]]
@@ -240,7 +240,7 @@ class TestTraffic:
         assert (status_of(command), command.stderr()) == (1, "1 of 3 got an error\n")
         assert ["limit is 40" in answer.get("error", "") for answer in lines(command.stdout())] == [False, True, False]
 
-    def test_a_rejection_among_the_outcomes_is_told_and_the_status_is_1(
+    def test_a_rejection_among_the_outcomes_is_counted_and_the_status_is_1(
         self, run: Callable[..., Command], running: Settings
     ) -> None:
         given = {"inputs": PROMPTS[8], "target": "museum", "feedback_id": "once"}
@@ -253,11 +253,11 @@ class TestTraffic:
         assert (status_of(undone), undone.stderr()) == (1, "1 of 1 rejected\n")
         assert lines(undone.stdout())[0]["status"] == "rejected"
 
-    def test_it_need_not_wait(self, run: Callable[..., Command], running: Settings) -> None:
+    def test_it_does_not_wait_with_no_wait(self, run: Callable[..., Command], running: Settings) -> None:
         command = run("correct", "--no-wait", settings=running, given='{"inputs": "The cat", "target": "river"}')
         assert (status_of(command), command.stdout(), command.stderr()) == (0, "", "sent 1\n")
 
-    def test_what_gets_no_reply_is_counted(self, run: Callable[..., Command], deployment: Settings) -> None:
+    def test_missing_replies_are_counted(self, run: Callable[..., Command], deployment: Settings) -> None:
         command = run("send", "--timeout", "1", settings=deployment, given='"one"\n"two"')
         assert (status_of(command), command.stderr()) == (
             1,
@@ -294,18 +294,18 @@ class TestTraffic:
         assert records(deployment, "requests") == records(deployment, "feedback") == []
 
     @pytest.mark.parametrize("command", ["send", "correct"])
-    def test_two_lines_of_one_id_are_named_and_nothing_is_sent(
+    def test_two_lines_with_one_id_are_named_and_nothing_is_sent(
         self, run: Callable[..., Command], deployment: Settings, command: str
     ) -> None:
         fields = {"send": {"request_id": "mine"}, "correct": {"feedback_id": "mine", "target": "river"}}[command]
         given = [{"inputs": text, **fields} for text in ("one", "two")]
         ran = run(command, settings=deployment, given="\n\n".join(map(json.dumps, given)))
         assert status_of(ran) == 2
-        said = " ".join(ran.stderr().replace("│", " ").split())
-        assert "line 3 has the id 'mine' of line 1; give each line an id of its own" in said
+        error = " ".join(ran.stderr().replace("│", " ").split())
+        assert "line 3 has the id 'mine' of line 1; give each line an id of its own" in error
         assert records(deployment, "requests") == records(deployment, "feedback") == []
 
-    def test_a_file_that_is_not_there_is_named(self, run: Callable[..., Command], deployment: Settings) -> None:
+    def test_a_missing_file_is_named(self, run: Callable[..., Command], deployment: Settings) -> None:
         for name in ("no-such-file.jsonl", "no/such/file"):
             ran = run("send", name, settings=deployment)
             assert status_of(ran) == 2
@@ -314,8 +314,8 @@ class TestTraffic:
     def test_a_text_in_place_of_corrections_is_no_file(self, run: Callable[..., Command], deployment: Settings) -> None:
         ran = run("correct", "a text alone", settings=deployment)
         assert status_of(ran) == 2
-        said = " ".join(ran.stderr().replace("│", " ").split())
-        assert "there is no file 'a text alone'; give a file of JSON lines, or - for standard input" in said
+        error = " ".join(ran.stderr().replace("│", " ").split())
+        assert "there is no file 'a text alone'; give a file of JSON lines, or - for standard input" in error
 
 
 class TestHistory:
@@ -324,7 +324,7 @@ class TestHistory:
         if not outcomes_in_log(running):
             run("correct", settings=running, given=json.dumps({"inputs": PROMPTS[5], "target": "museum"}))
 
-    def test_replay_tells_the_codebook_and_writes_it(
+    def test_replay_describes_the_codebook_and_writes_it(
         self, run: Callable[..., Command], running: Settings, tmp_path: Path
     ) -> None:
         path = tmp_path / "codebook.safetensors"
@@ -358,14 +358,14 @@ class TestHistory:
         assert [result["verdict"] for result in lines(before.stdout())[:-1]] == ["wrong", "unchanged", "unchanged"]
         table = run("evaluate", str(path), settings=running).stdout()
         assert str(correction.target) in table
-        assert "bread room" not in table, "that case passed"
+        assert "bread room" not in table, "this case passed"
         path.write_text(json.dumps(cases[0]))
         after = run("evaluate", str(path), settings=running)
         assert status_of(after) == 0, after.stderr()
         assert "1 of 1 correct (1 exactly), 0 of 0 unchanged; an entry serves 1 of 1, 0 of them" in after.stderr()
         assert after.stdout() == ""
 
-    def test_evaluate_names_the_line_that_is_no_case(
+    def test_evaluate_names_a_line_that_is_no_case(
         self, run: Callable[..., Command], running: Settings, tmp_path: Path
     ) -> None:
         path = tmp_path / "cases.jsonl"
@@ -378,9 +378,9 @@ class TestHistory:
             path.write_text(f"\n{line}")
             command = run("evaluate", str(path), settings=running)
             assert status_of(command) == 2
-            said = " ".join(command.stderr().replace("│", " ").split())
-            assert why in said
-            assert "line 2" in said or not line
+            error = " ".join(command.stderr().replace("│", " ").split())
+            assert why in error
+            assert "line 2" in error or not line
 
     def test_replay_goes_up_to_a_seq_or_a_time(self, run: Callable[..., Command], running: Settings) -> None:
         (replayed,) = lines(run("replay", "--json", "--seq", "1", settings=running).stdout())
@@ -391,10 +391,10 @@ class TestHistory:
         assert later["seq"] > 1
         assert "there is no 100000 yet" in sentence(run("replay", "--seq", "100000", settings=running))
 
-    def test_replay_says_where_it_cannot_write(self, run: Callable[..., Command], running: Settings) -> None:
+    def test_replay_names_a_file_that_it_cannot_write(self, run: Callable[..., Command], running: Settings) -> None:
         assert "/no/such" in sentence(run("replay", "--output", "/no/such/folder/codebook", settings=running))
 
-    def test_inspect_tells_every_step(self, run: Callable[..., Command], running: Settings) -> None:
+    def test_inspect_shows_every_delta(self, run: Callable[..., Command], running: Settings) -> None:
         steps = lines(run("inspect", "--json", settings=running).stdout())
         assert [step["seq"] for step in steps] == list(range(1, len(steps) + 1))
         assert steps[0]["op"] == "lead"
@@ -409,9 +409,7 @@ class TestHistory:
         unknown = run("inspect", "nobody", settings=running)
         assert sentence(unknown).startswith("no delta changed an entry 'nobody'; `gracestream inspect` lists")
 
-    def test_inspect_tells_the_outcome_that_the_sender_got(
-        self, run: Callable[..., Command], running: Settings
-    ) -> None:
+    def test_inspect_shows_the_outcomes(self, run: Callable[..., Command], running: Settings) -> None:
         given = [{"inputs": PROMPTS[11], "target": "museum", "feedback_id": name} for name in ("needed", "needless")]
         sent = run("correct", settings=running, given="\n".join(map(json.dumps, given)))
         statuses = [outcome["status"] for outcome in lines(sent.stdout())]
@@ -431,9 +429,7 @@ class TestHistory:
         assert f"│ {long} │" in row
         assert long in [step["inputs"] for step in lines(run("inspect", "--json", settings=running).stdout())]
 
-    def test_inspect_breaks_no_id_where_there_is_no_terminal(
-        self, run: Callable[..., Command], running: Settings
-    ) -> None:
+    def test_inspect_breaks_no_id_without_a_terminal(self, run: Callable[..., Command], running: Settings) -> None:
         wide = "w" * 250
         given = {"inputs": PROMPTS[9], "target": "museum", "feedback_id": wide}
         assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
@@ -441,7 +437,7 @@ class TestHistory:
         assert row.count(wide) == 2, "as the feedback's id and as the entry's"
         assert wide in run("inspect", wide, settings=running).stdout()
 
-    def test_inspect_steers_no_terminal(self, run: Callable[..., Command], running: Settings) -> None:
+    def test_inspect_prints_no_control_characters(self, run: Callable[..., Command], running: Settings) -> None:
         hostile = "\x1b[2J\x9b8m\u202e\U000e0001 ü"
         given = {"inputs": PROMPTS[10], "target": "museum", "feedback_id": hostile}
         assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
@@ -452,7 +448,7 @@ class TestHistory:
         assert not {one for one in table + printed if not one.isprintable()} - {"\n"}
 
     @pytest.mark.parametrize("command", ["replay", "inspect"])
-    def test_a_deployment_without_topics_is_told_how_to_make_them(
+    def test_the_error_without_topics_names_the_command_that_creates_them(
         self, run: Callable[..., Command], kafka: str, redis_url: str, prefix: str, command: str
     ) -> None:
         settings = settings_for(kafka, redis_url, prefix, startup_timeout=5)
@@ -469,14 +465,14 @@ class TestTuning:
     @pytest.mark.model
     def test_a_known_model_is_built_and_its_folder_printed(self, run: Callable[..., Command], tmp_path: Path) -> None:
         folder = tmp_path / "models" / KNOWN_MODELS["intent"].folder()
-        said = []
+        printed = []
         for _ in range(2):
             command = run("prepare", "intent", cache_dir=str(tmp_path))
             assert status_of(command) == 0, command.stderr()
             assert command.stdout() == f"{folder}\n"
-            said.append(command.stderr())
-        assert said[0].startswith("building the demo's intent classifier")
-        assert said[1] == ""
+            printed.append(command.stderr())
+        assert printed[0].startswith("building the demo's intent classifier")
+        assert printed[1] == ""
         assert (folder / "model.safetensors").exists()
         assert "'gpt' is not known by name; known are smollm2, intent, scotus" in sentence(run("prepare", "gpt"))
 
@@ -503,7 +499,7 @@ class TestTuning:
         ]
         assert all(0 <= row["noise"] < row["median"] for row in lines(command.stdout()))
 
-    def test_calibrate_names_what_it_cannot_measure(
+    def test_calibrate_names_lines_that_it_cannot_measure(
         self, run: Callable[..., Command], checkpoints: dict[str, Checkpoint]
     ) -> None:
         model = str(checkpoints["llama"].folder)

@@ -1,4 +1,4 @@
-"""The errors that users bring about: each is one sentence on standard error, and exit status 1."""
+"""Errors of users: each is one sentence on standard error, with exit status 1."""
 
 import functools
 import os
@@ -25,15 +25,15 @@ from tests.support.forked_commands import Command, explicit_settings, sentence, 
 from tests.support.running import TIMEOUT, Checkpoint, settings_for, wait_until
 
 ONE = "0123456789abcdef0123456789abcdef01234567"
-"""The commit of a revision."""
+"""The commit of a revision on the hub."""
 
 
 @pytest.mark.parametrize("command", ["replay", "infer"])
 def test_kafka_out_of_reach(run: Callable[..., Command], command: str) -> None:
     address = f"127.0.0.1:{find_free_port()}"
-    said = sentence(run(command, kafka=address, startup_timeout=2))
-    assert f"Kafka at {address} does not answer" in said
-    assert said.endswith("is GRACESTREAM_KAFKA right?")
+    message = sentence(run(command, kafka=address, startup_timeout=2))
+    assert f"Kafka at {address} does not answer" in message
+    assert message.endswith("is GRACESTREAM_KAFKA right?")
 
 
 @pytest.mark.parametrize(
@@ -45,22 +45,22 @@ def test_kafka_out_of_reach(run: Callable[..., Command], command: str) -> None:
         ([], {"kafka": "no-host.invalid:9092,also..wrong:9092"}, "GRACESTREAM_KAFKA"),
     ],
 )
-def test_a_command_does_not_wait_for_a_host_without_an_address_and_names_what_was_used(
+def test_a_command_does_not_wait_for_an_unknown_host_and_names_it(
     run: Callable[..., Command], given: list[str], settings: dict[str, str], named: str
 ) -> None:
     ran = run("inspect", *given, startup_timeout=600, **settings)
-    said = sentence(ran)
-    assert said.startswith("Kafka at no-host.invalid:9092")
-    assert "cannot be reached, its host name is unknown: " in said
-    assert said.endswith(f"; is {named} right?")
+    message = sentence(ran)
+    assert message.startswith("Kafka at no-host.invalid:9092")
+    assert "cannot be reached, its host name is unknown: " in message
+    assert message.endswith(f"; is {named} right?")
     assert "waiting" not in ran.stderr()
 
 
-def test_a_name_without_an_address_among_others_does_not_hide_that_of_a_broker(
-    run: Callable[..., Command], kafka: str
-) -> None:
-    said = sentence(run("inspect", kafka=f"no-host.invalid:9092,{kafka}", topic_prefix="not-there-"))
-    assert said.endswith("create the topics with `gracestream topics`, or correct the prefix, GRACESTREAM_TOPIC_PREFIX")
+def test_an_unknown_host_among_others_does_not_hide_a_broker(run: Callable[..., Command], kafka: str) -> None:
+    message = sentence(run("inspect", kafka=f"no-host.invalid:9092,{kafka}", topic_prefix="not-there-"))
+    assert message.endswith(
+        "create the topics with `gracestream topics`, or correct the prefix, GRACESTREAM_TOPIC_PREFIX"
+    )
     given = sentence(run("inspect", "--prefix", "not-there-", kafka=kafka))
     assert given.endswith(", or correct the prefix, --prefix")
     waited = run("inspect", kafka=f"127.0.0.1:{find_free_port()},no-host.invalid:9092", startup_timeout=2)
@@ -69,18 +69,16 @@ def test_a_name_without_an_address_among_others_does_not_hide_that_of_a_broker(
 
 
 @pytest.mark.parametrize("command", ["infer", "edit", "topics"])
-def test_a_service_waits_for_a_name_that_may_appear_later(run: Callable[..., Command], command: str) -> None:
+def test_a_worker_waits_for_a_host_name_that_may_appear_later(run: Callable[..., Command], command: str) -> None:
     ran = run(command, kafka="no-host.invalid:9092", startup_timeout=2)
     assert "does not answer over PLAINTEXT (its host name is unknown: " in sentence(ran)
     assert "waiting for Kafka at no-host.invalid:9092, 2 s more (its host name is unknown: " in ran.stderr()
 
 
-def test_a_model_that_an_option_names_is_not_blamed_on_the_environment(
-    run: Callable[..., Command], deployment: Settings
-) -> None:
+def test_the_error_for_a_model_of_an_option_names_the_option(run: Callable[..., Command], deployment: Settings) -> None:
     for given, named in ((["--model", "/no/such/model"], "--model"), ([], "GRACESTREAM_MODEL")):
-        said = sentence(run("edit", *given, settings=deployment, model="/no/such/model"))
-        assert said.endswith(f"; choose another {named}")
+        message = sentence(run("edit", *given, settings=deployment, model="/no/such/model"))
+        assert message.endswith(f"; choose another {named}")
 
 
 def test_the_version_is_that_of_the_package(run: Callable[..., Command]) -> None:
@@ -88,29 +86,29 @@ def test_the_version_is_that_of_the_package(run: Callable[..., Command]) -> None
     assert (status_of(ran), ran.stdout()) == (0, f"gracestream {version('gracestream')}\n")
 
 
-def test_a_kafka_that_is_no_address_is_not_waited_for(run: Callable[..., Command]) -> None:
+def test_a_command_does_not_wait_for_a_kafka_without_an_address(run: Callable[..., Command]) -> None:
     for command in ("replay", "infer"):
         ran = run(command, kafka="broker", startup_timeout=600)
         assert sentence(ran).startswith("GRACESTREAM_KAFKA: 'broker' is not host:port; set it to ")
         assert "waiting" not in ran.stderr()
 
 
-def test_a_redis_url_that_is_none(run: Callable[..., Command], deployment: Settings) -> None:
+def test_an_invalid_redis_url(run: Callable[..., Command], deployment: Settings) -> None:
     assert "GRACESTREAM_REDIS is not a URL" in sentence(run("infer", settings=deployment, redis="localhost"))
 
 
 def test_no_topics(run: Callable[..., Command], deployment: Settings) -> None:
-    said = sentence(run("infer", settings=deployment, topic_prefix=f"{deployment.kafka.topic_prefix}other-"))
-    assert "missing; create them with `gracestream topics`" in said
+    message = sentence(run("infer", settings=deployment, topic_prefix=f"{deployment.kafka.topic_prefix}other-"))
+    assert "missing; create them with `gracestream topics`" in message
 
 
 @pytest.mark.parametrize("command", ["edit", "layers"])
 def test_a_model_that_does_not_exist(run: Callable[..., Command], deployment: Settings, command: str) -> None:
-    said = sentence(run(command, settings=deployment, model="/no/such/model"))
-    assert "'/no/such/model' cannot be loaded" in said
+    message = sentence(run(command, settings=deployment, model="/no/such/model"))
+    assert "'/no/such/model' cannot be loaded" in message
 
 
-def test_output_that_there_is_no_room_for() -> None:
+def test_output_to_a_full_disk() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "gracestream.workers.cli", "--help"],
@@ -138,10 +136,10 @@ def test_a_model_of_a_hub_that_cannot_be_reached(tmp_path: Path, offline: str) -
 
 
 @pytest.mark.parametrize(("revision", "complaint"), [(ONE, ""), (ONE[::-1], "it was not loaded from a hub before")])
-def test_a_model_of_a_hub_is_that_of_the_revision_that_is_asked_for(
+def test_a_model_of_a_hub_has_the_named_revision(
     tmp_path: Path, checkpoints: dict[str, Checkpoint], revision: str, complaint: str
 ) -> None:
-    """From the hub's own cache, which has one revision."""
+    """The hub's cache has one revision."""
     kept = tmp_path / "hub" / "models--org--tiny" / "snapshots" / ONE
     shutil.copytree(checkpoints["bert"].folder, kept)
     done = subprocess.run(
@@ -157,9 +155,9 @@ def test_a_model_of_a_hub_is_that_of_the_revision_that_is_asked_for(
 
 
 def test_a_layer_that_does_not_exist(run: Callable[..., Command], deployment: Settings) -> None:
-    said = sentence(run("infer", settings=deployment, layer="model.layers.99.mlp.down_proj"))
-    assert "layer 'model.layers.99.mlp.down_proj' not found in LlamaForCausalLM; it has " in said
-    assert "model.layers.0" in said
+    message = sentence(run("infer", settings=deployment, layer="model.layers.99.mlp.down_proj"))
+    assert "layer 'model.layers.99.mlp.down_proj' not found in LlamaForCausalLM; it has " in message
+    assert "model.layers.0" in message
 
 
 @pytest.mark.parametrize("command", ["infer", "edit"])
@@ -173,7 +171,7 @@ def test_a_layer_that_cannot_be_edited(run: Callable[..., Command], deployment: 
 @pytest.mark.parametrize(
     "given", [("replay", "--at", "yesterday"), ("diff", "1", "yesterday"), ("diff", "1", "9" * 5000)]
 )
-def test_a_time_that_is_none_is_told_before_anything_is_asked(run: Callable[..., Command], given: list[str]) -> None:
+def test_an_invalid_time_is_reported_before_any_connection(run: Callable[..., Command], given: list[str]) -> None:
     ran = run(*given, kafka=f"127.0.0.1:{find_free_port()}", startup_timeout=600)
     assert status_of(ran) == 2
     assert "like 2026-11-20T18:00:00" in " ".join(ran.stderr().split())
@@ -188,7 +186,7 @@ def test_a_time_that_is_none_is_told_before_anything_is_asked(run: Callable[...,
         (("keys", "new", "--author", ""), "--author '': Expected `str` of length >= 1"),
     ],
 )
-def test_what_is_wrong_with_what_is_given_is_told_before_anything_is_asked(
+def test_invalid_arguments_are_reported_before_any_connection(
     run: Callable[..., Command], tmp_path: Path, given: list[str], complaint: str
 ) -> None:
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
@@ -198,7 +196,7 @@ def test_what_is_wrong_with_what_is_given_is_told_before_anything_is_asked(
     assert complaint in " ".join(ran.stderr().replace("│", " ").split())
 
 
-def test_a_file_where_data_are_to_go(run: Callable[..., Command], tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_data_folder(run: Callable[..., Command], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert sentence(run("up", "--data", str(tmp_path / "file"))) == f"{tmp_path / 'file'} is not a folder"
     inside = tmp_path / "file" / "folder"
@@ -206,7 +204,7 @@ def test_a_file_where_data_are_to_go(run: Callable[..., Command], tmp_path: Path
 
 
 def halting(folder: Path) -> None:
-    """Let a command halt after the first of the many records that it reads, until the file `go-on` is there."""
+    """Make a command halt after its first record, until the file `go-on` exists."""
     read_bulk = reading.read_bulk
 
     def halted(*args: Any, **options: Any) -> Generator[RecordsAndNext, None, None]:
@@ -216,13 +214,11 @@ def halting(folder: Path) -> None:
             wait_until((folder / "go-on").exists)
 
     reading.read_bulk = halted
-    reading.BULK_FETCH_BYTES = 2**16  # so that there is more to fetch
+    reading.BULK_FETCH_BYTES = 2**16  # so that more records have to be fetched
 
 
 @pytest.mark.kafka
-def test_what_libraries_log_while_kafka_is_away_is_not_what_a_command_says(
-    own_kafka: LocalKafka, tmp_path: Path
-) -> None:
+def test_log_lines_of_libraries_are_not_in_the_output_of_a_command(own_kafka: LocalKafka, tmp_path: Path) -> None:
     settings = settings_for(own_kafka.bootstrap, "redis://unused", "away-")
     create_topics(settings.kafka, 1, 1)
     sender = producer(settings.kafka)
@@ -261,20 +257,20 @@ class TestUp:
         assert not (tmp_path / "data" / "kafka").exists()
 
     @pytest.mark.parametrize(
-        ("content", "said"),
+        ("content", "message"),
         [
             (None, "cannot be read: No such file or directory; is GRACESTREAM_AUTHORS_FILE right?"),
             ("ann = ", "is not a valid list of authors"),
         ],
     )
-    def test_a_list_of_authors_that_cannot_be_used(
-        self, run: Callable[..., Command], tmp_path: Path, content: str | None, said: str
+    def test_an_invalid_list_of_authors(
+        self, run: Callable[..., Command], tmp_path: Path, content: str | None, message: str
     ) -> None:
         authors = tmp_path / "authors.toml"
         if content is not None:
             authors.write_text(content)
         ran = run("up", "--data", str(tmp_path / "data"), authors_file=authors, model="/no/such/model")
-        assert said in sentence(ran)
+        assert message in sentence(ran)
         assert "GRACESTREAM_AUTHORS_FILE" in sentence(ran)
         assert not (tmp_path / "data" / "kafka").exists()
 
@@ -283,8 +279,10 @@ class TestUp:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             port = taken.getsockname()[1]
-            said = sentence(run("up", "--port", str(port - 2), "--data", str(tmp_path / "data")))
-        assert said == f"port {port} of 127.0.0.1, wanted for editor, is in use; stop its user or choose another --port"
+            message = sentence(run("up", "--port", str(port - 2), "--data", str(tmp_path / "data")))
+        assert (
+            message == f"port {port} of 127.0.0.1, wanted for editor, is in use; stop its user or choose another --port"
+        )
         assert not (tmp_path / "data" / "kafka").exists()
 
     @pytest.mark.parametrize("which", ["kafka", "redis"])
@@ -292,19 +290,19 @@ class TestUp:
         self, run: Callable[..., Command], tmp_path: Path, which: str
     ) -> None:
         address = {"kafka": "no-host.invalid:9092", "redis": "redis://no-host.invalid:6379"}[which]
-        said = sentence(run("up", "--data", str(tmp_path / "data"), **{which: address}))
-        assert said.startswith(f"GRACESTREAM_{which.upper()} is '{address}', and no ")
+        message = sentence(run("up", "--data", str(tmp_path / "data"), **{which: address}))
+        assert message.startswith(f"GRACESTREAM_{which.upper()} is '{address}', and no ")
         assert not (tmp_path / "data" / "kafka").exists()
 
 
-def test_ctrl_c_while_a_command_is_still_being_loaded(tmp_path: Path) -> None:
+def test_ctrl_c_while_a_command_is_being_imported(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     argv = [sys.executable, "-m", "gracestream.workers.cli", "inspect", "--kafka", f"127.0.0.1:{find_free_port()}"]
     with errors.open("wb") as written, subprocess.Popen(argv, stderr=written) as child:
         loaded = Path(f"/proc/{child.pid}/maps")
-        wait_until(lambda: "msgspec" in loaded.read_text(encoding="utf-8"))  # which is loaded among the first
+        wait_until(lambda: "msgspec" in loaded.read_text(encoding="utf-8"))  # an early import
         child.send_signal(signal.SIGINT)
-        # Python ends itself by the signal where it came inside an `exec`; a shell calls that 130 too.
+        # Python dies by the signal if it arrives inside an `exec`; a shell reports 130 for that, too.
         assert child.wait(TIMEOUT) in (130, -signal.SIGINT)
     assert "Traceback" not in errors.read_text(encoding="utf-8")
 
@@ -315,9 +313,9 @@ def test_a_port_in_use(run: Callable[..., Command], deployment: Settings, comman
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = sentence(run(command, settings=deployment, http_port=port))
+        message = sentence(run(command, settings=deployment, http_port=port))
     remedy = "choose another GRACESTREAM_HTTP_PORT, or 0 for a free one"
-    assert said == f"cannot listen on 127.0.0.1:{port}: Address already in use; {remedy}"
+    assert message == f"cannot listen on 127.0.0.1:{port}: Address already in use; {remedy}"
 
 
 @pytest.mark.parametrize(
@@ -334,7 +332,7 @@ def test_a_port_in_use(run: Callable[..., Command], deployment: Settings, comman
         ),
     ],
 )
-def test_a_setting_that_is_wrong(run: Callable[..., Command], setting: str, value: str, complaint: str) -> None:
+def test_an_invalid_setting(run: Callable[..., Command], setting: str, value: str, complaint: str) -> None:
     assert sentence(run("topics", **{setting: value})).startswith(complaint)
 
 

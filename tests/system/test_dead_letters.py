@@ -1,4 +1,4 @@
-"""The dead letter queues: what is set aside while workers crash, what is too large for them, and what operators do."""
+"""Dead-letter queues: crashes of workers, records that are too large, and the commands of operators."""
 
 import base64
 import hashlib
@@ -21,14 +21,14 @@ from tests.support.forked_commands import Command, Forked, sentence, status_of
 from tests.support.hostile import Hostile, Unreadable
 from tests.support.running import Users, flag, headers_of, question, records, settings_for, wait_until
 from tests.support.tiny_models import texts
-from tests.system.test_poison import check_feedback, check_letters, send, wait_until_done
+from tests.system.test_poison import check_dead_letters, check_feedback, send, wait_until_done
 
 PROMPT = texts(1, seed=7)[0]
 BAD = [Hostile(b'{"v": 1, "number": %d}' % number, b"key", []) for number in range(600)]
 
 
-def set_aside(settings: Settings, source: str, *values: bytes | None, key: bytes | None = None) -> None:
-    """Dead letters of records that lie at offset 0, 1, 2 and so on."""
+def write_dead_letters(settings: Settings, source: str, *values: bytes | None, key: bytes | None = None) -> None:
+    """Write dead letters of records at offsets 0, 1, 2 and so on."""
     sender = producer(settings.kafka)
     for offset, value in enumerate(values):
         letter = dead_letter_for(f"reason {offset}", key, value, settings.kafka.topic(source), 0, offset)
@@ -37,7 +37,9 @@ def set_aside(settings: Settings, source: str, *values: bytes | None, key: bytes
 
 
 class TestCrashes:
-    def test_feedback_is_set_aside_once_though_the_editor_is_killed(self, deployment: Settings, folder: Path) -> None:
+    def test_feedback_is_dead_lettered_once_although_the_editor_is_killed(
+        self, deployment: Settings, folder: Path
+    ) -> None:
         good = [flag(f"good-{number}", PROMPT, "museum") for number in range(3)]
         mixed = [*BAD, *(Hostile(encode(one), None, []) for one in good)]
         with Forked("editor", "edit", deployment, folder) as editor:
@@ -47,11 +49,13 @@ class TestCrashes:
                 editor.kill()
                 editor.start()
             wait_until_done(deployment, "feedback", "editor")
-            letters, outcomes = check_feedback(deployment, given)
-            assert len(letters) == len(BAD)
+            dead_letters, outcomes = check_feedback(deployment, given)
+            assert len(dead_letters) == len(BAD)
             assert [outcome.feedback_id for outcome in outcomes.values()] == [one.feedback_id for one in good]
 
-    def test_requests_are_all_set_aside_though_the_replica_is_killed(self, deployment: Settings, folder: Path) -> None:
+    def test_all_bad_requests_are_dead_lettered_although_the_replica_is_killed(
+        self, deployment: Settings, folder: Path
+    ) -> None:
         with Forked("replica", "infer", deployment, folder) as replica:
             replica.wait_ready(90)
             given = send(deployment, "requests", BAD, partitions=4)
@@ -60,14 +64,14 @@ class TestCrashes:
                 replica.kill()
                 replica.start()
             wait_until_done(deployment, "requests", "inference")
-        found: Counter[Any] = check_letters(deployment, "requests", given)
+        found: Counter[Any] = check_dead_letters(deployment, "requests", given)
         assert found.keys() == given.keys()
 
 
-def test_a_record_larger_than_its_queue_takes_is_cut_and_the_stream_moves_on(
+def test_a_record_larger_than_its_queue_allows_is_truncated_and_the_stream_goes_on(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
-    huge = b"x" * (MAX_UNTRUNCATED_BYTES * 5)  # Kafka holds it compressed, and so within its limit
+    huge = b"x" * (MAX_UNTRUNCATED_BYTES * 5)  # compressed in Kafka, and so within its limit
     sender = producer(deployment.kafka, compression_type="gzip")
     with (
         Forked("editor", "edit", deployment, folder) as editor,
@@ -92,8 +96,8 @@ def test_a_record_larger_than_its_queue_takes_is_cut_and_the_stream_moves_on(
         assert headers["source_offset"] == "0"
 
 
-class TestLetters:
-    def test_the_last_letters_are_found_behind_records_of_transactions(self, deployment: Settings) -> None:
+class TestDeadLetters:
+    def test_the_last_dead_letters_are_found_behind_records_of_transactions(self, deployment: Settings) -> None:
         sender = producer(deployment.kafka, transactional_id=deployment.kafka.topic("test"))
         sender.init_transactions()
         for number in range(60):
@@ -108,7 +112,7 @@ class TestLetters:
         ]
         assert len(list(list_dead_letters(deployment.kafka, "feedback"))) == 40
 
-    def test_one_whose_header_has_a_name_that_is_not_utf8_is_listed_and_replayed_like_any_other(
+    def test_a_dead_letter_with_a_header_name_that_is_not_utf8_is_listed_and_resent(
         self, run: Callable[..., Command], deployment: Settings
     ) -> None:
         names: list[tuple[str, bytes]] = [(Unreadable("reason"), b"forged"), ("reason", b"true")]
@@ -121,22 +125,22 @@ class TestLetters:
 
 
 class TestList:
-    def test_it_shows_where_why_and_what_without_steering_the_terminal(
+    def test_it_shows_source_reason_and_value_without_control_characters(
         self, run: Callable[..., Command], deployment: Settings
     ) -> None:
-        set_aside(deployment, "requests", "\x1b[2J\u202e".encode(), b"\xff\x00", b"[red]", None)
+        write_dead_letters(deployment, "requests", "\x1b[2J\u202e".encode(), b"\xff\x00", b"[red]", None)
         command = run("dlq", "list", settings=deployment)
         assert status_of(command) == 0, command.stderr()
         printed = command.stdout()
         assert "reason 0" in printed
-        cells = "".join(line.split("│")[-2].strip() for line in printed.splitlines() if "│" in line)  # folded
+        cells = "".join(line.split("│")[-2].strip() for line in printed.splitlines() if "│" in line)  # wrapped
         assert cells == "\\x1b[2J\\u202e\\xff\\x00[red]"
         assert "0/2" in printed
         assert all(character.isprintable() or character == "\n" for character in printed)
 
     def test_json_has_the_whole_record(self, run: Callable[..., Command], deployment: Settings) -> None:
         long = json.dumps({"inputs": "ü" * 500}, ensure_ascii=False).encode()
-        set_aside(deployment, "feedback", long, b"\xff\x1b", key=b"\xfe")
+        write_dead_letters(deployment, "feedback", long, b"\xff\x1b", key=b"\xfe")
         command = run("dlq", "list", "feedback", "--json", settings=deployment)
         assert not {one for one in command.stdout() if not one.isprintable()} - {"\n"}
         first, second = (json.loads(line) for line in command.stdout().splitlines())
@@ -146,8 +150,8 @@ class TestList:
         assert base64.b64decode(second["value_base64"]) == b"\xff\x1b"
         assert base64.b64decode(second["key_base64"]) == b"\xfe"
 
-    def test_it_shows_the_last_ones(self, run: Callable[..., Command], deployment: Settings) -> None:
-        set_aside(deployment, "requests", *(b"%d" % number for number in range(30)))
+    def test_it_shows_the_newest_dead_letters(self, run: Callable[..., Command], deployment: Settings) -> None:
+        write_dead_letters(deployment, "requests", *(b"%d" % number for number in range(30)))
         command = run("dlq", "list", "requests", "--limit", "2", "--json", settings=deployment)
         assert [json.loads(line)["value"] for line in command.stdout().splitlines()] == ["28", "29"]
 
@@ -158,11 +162,11 @@ class TestList:
         assert run("dlq", "list", "--json", settings=deployment).stdout() == ""
 
 
-class TestReplay:
-    def test_it_sends_the_record_as_it_was_and_says_where_it_lay(
+class TestResend:
+    def test_it_sends_the_record_unchanged_with_the_place_of_its_dead_letter(
         self, run: Callable[..., Command], deployment: Settings
     ) -> None:
-        set_aside(deployment, "requests", b"one", b"\xff two", None, key=b"\x00key")
+        write_dead_letters(deployment, "requests", b"one", b"\xff two", None, key=b"\x00key")
         command = run("dlq", "resend", "requests", "--offset", "1", "--offset", "2", settings=deployment)
         assert command.stdout() == f"sent 2 to {deployment.kafka.topic('requests')}\n", command.stderr()
         sent = {headers_of(record)["replayed_from"]: record for record in records(deployment, "requests")}
@@ -170,45 +174,43 @@ class TestReplay:
         assert sent["requests.dlq/1"].value == b"\xff two"
         assert sent["requests.dlq/2"].value is None
         assert {record.key for record in sent.values()} == {b"\x00key"}
-        assert len(records(deployment, "requests.dlq")) == 3, "the letters stay"
+        assert len(records(deployment, "requests.dlq")) == 3, "the dead letters stay"
 
-    def test_it_sends_equal_letters_once_so_what_came_back_is_not_multiplied(
-        self, run: Callable[..., Command], deployment: Settings
-    ) -> None:
-        set_aside(deployment, "feedback", b"one", b"two", b"one", b"one")
+    def test_it_sends_equal_dead_letters_once(self, run: Callable[..., Command], deployment: Settings) -> None:
+        write_dead_letters(deployment, "feedback", b"one", b"two", b"one", b"one")
         command = run("dlq", "resend", "feedback", "--all", settings=deployment)
         expected = f"sent 2 to {deployment.kafka.topic('feedback')}; left out 2, each equal to a letter that was sent\n"
         assert command.stdout() == expected, command.stderr()
         assert [record.value for record in records(deployment, "feedback")] == [b"one", b"two"]
 
     def test_a_dry_run_sends_nothing(self, run: Callable[..., Command], deployment: Settings) -> None:
-        set_aside(deployment, "requests", b"one")
+        write_dead_letters(deployment, "requests", b"one")
         command = run("dlq", "resend", "--all", "--dry-run", settings=deployment)
         names = [deployment.kafka.topic(source) for source in ("requests", "feedback")]
         assert command.stdout() == f"would send 1 to {names[0]}\nwould send 0 to {names[1]}\n"
         assert records(deployment, "requests") == []
 
-    def test_one_that_was_cut_is_never_sent(self, run: Callable[..., Command], deployment: Settings) -> None:
-        set_aside(deployment, "requests", b"one", b"x" * (MAX_UNTRUNCATED_BYTES + 1))
-        said = sentence(run("dlq", "resend", "requests", "--offset", "0", "--offset", "1", settings=deployment))
-        assert f"offset 1 of requests.dlq had {MAX_UNTRUNCATED_BYTES + 1} bytes and was truncated" in said
+    def test_a_truncated_dead_letter_is_never_sent(self, run: Callable[..., Command], deployment: Settings) -> None:
+        write_dead_letters(deployment, "requests", b"one", b"x" * (MAX_UNTRUNCATED_BYTES + 1))
+        message = sentence(run("dlq", "resend", "requests", "--offset", "0", "--offset", "1", settings=deployment))
+        assert f"offset 1 of requests.dlq had {MAX_UNTRUNCATED_BYTES + 1} bytes and was truncated" in message
         assert records(deployment, "requests") == [], "all or nothing"
         command = run("dlq", "resend", "requests", "--all", settings=deployment)
         assert (
             command.stdout() == f"sent 1 to {deployment.kafka.topic('requests')}; 1 is truncated and cannot be sent\n"
         )
 
-    def test_one_that_its_topic_does_not_take_is_named_and_the_others_are_sent(
+    def test_a_record_too_large_for_its_topic_is_named_and_the_others_are_sent(
         self, run: Callable[..., Command], deployment: Settings
     ) -> None:
-        large = random.Random(0).randbytes(MAX_UNTRUNCATED_BYTES)  # with what surrounds it, more than Kafka takes
-        set_aside(deployment, "requests", b"one", large, b"x" * len(large))
+        large = random.Random(0).randbytes(MAX_UNTRUNCATED_BYTES)  # with its overhead, more than Kafka takes
+        write_dead_letters(deployment, "requests", b"one", large, b"x" * len(large))
         command = run("dlq", "resend", "requests", "--all", settings=deployment)
         expected = f"sent 2 to {deployment.kafka.topic('requests')}; larger than the topic allows: those at offset 1\n"
         assert (status_of(command), command.stdout()) == (1, expected)
         assert sorted(len(record.value) for record in records(deployment, "requests")) == [3, len(large)]
 
-    def test_after_the_cause_is_gone_it_is_answered(
+    def test_a_resent_request_is_answered_once_the_cause_is_removed(
         self, run: Callable[..., Command], deployment: Settings, users: Users, folder: Path
     ) -> None:
         asked = question("long", " ".join([PROMPT] * 3))
@@ -229,12 +231,12 @@ class TestReplay:
             assert status_of(run("dlq", "resend", "requests", "--all", "--answered", settings=deployment)) == 0
             assert replies.wait(["long"], 30)["long"].outputs
 
-    def test_one_that_is_named_by_its_offset_is_sent_though_it_was_answered(
+    def test_a_dead_letter_named_by_its_offset_is_sent_although_it_was_answered(
         self, run: Callable[..., Command], deployment: Settings
     ) -> None:
         with_id = b'{"v": 1, "request_id": "known", "inputs": 3}'
-        set_aside(deployment, "requests", with_id, b"without an id")
-        set_aside(deployment, "feedback", b'{"v": 1, "feedback_id": "known", "request_id": "known"}')
+        write_dead_letters(deployment, "requests", with_id, b"without an id")
+        write_dead_letters(deployment, "feedback", b'{"v": 1, "feedback_id": "known", "request_id": "known"}')
         assert run("dlq", "resend", "--all", settings=deployment).stdout() == (
             f"sent 1 to {deployment.kafka.topic('requests')}; left out 1 whose sender got an error reply"
             f" (--answered sends them too)\nsent 1 to {deployment.kafka.topic('feedback')}\n"
@@ -252,13 +254,13 @@ class TestReplay:
             (["feedback", "--offset", "7", "--answered"], "--answered needs --all"),
         ],
     )
-    def test_what_cannot_be_done_is_one_sentence(
+    def test_each_error_is_one_sentence(
         self, run: Callable[..., Command], deployment: Settings, arguments: list[str], complaint: str
     ) -> None:
         assert complaint in sentence(run("dlq", "resend", *arguments, settings=deployment))
 
     @pytest.mark.parametrize("command", [["list"], ["resend", "--all"]])
-    def test_a_deployment_without_topics_is_told_how_to_make_them(
+    def test_the_error_without_topics_names_the_command_that_creates_them(
         self, run: Callable[..., Command], kafka: str, redis_url: str, prefix: str, command: list[str]
     ) -> None:
         settings = settings_for(kafka, redis_url, prefix, startup_timeout=5)

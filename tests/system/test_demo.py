@@ -1,4 +1,4 @@
-"""The demo: what a newcomer types first."""
+"""The demo."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.kafka, pytest.mark.model]
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", ["smollm2", "intent"])
-def test_the_demo_keeps_all_its_claims(model: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_all_claims_of_the_demo_hold(model: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     everything = ["--all"] if request.config.getoption("--chaos") else []
     command = [sys.executable, "-m", "gracestream.workers.cli", "demo", "--model", model, "--data", str(tmp_path)]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A device that fails ends its worker: what it was at gets neither an answer nor an outcome, and is not committed."""
+"""A device fault ends the worker: its current records get no answer or outcome, and are not committed."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""A worker says which device its model is on, and does not quietly run on the CPU where a GPU was meant."""
+"""A worker logs the device of its model, and warns if it runs on the CPU although there is a GPU."""
 
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 
 
 def load_driver(file: Path) -> None:
-    """An NVIDIA driver is loaded, and no GPU is there, as in a container that was given none."""
+    """Pretend that an NVIDIA driver is loaded without a GPU, as in a container without a GPU."""
     file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  999.65.06  Release Build\n")
     device.DRIVER_FILE = file
 
@@ -30,7 +30,7 @@ def test_a_worker_logs_its_device_and_warns_of_a_gpu_that_it_cannot_use(deployme
     assert (warned["level"], warned["driver"]) == ("warning", "999.65.06")
 
 
-def test_an_editor_that_is_to_train_on_a_gpu_ends_where_there_is_none(deployment: Settings, folder: Path) -> None:
+def test_an_editor_with_the_device_cuda_ends_without_a_gpu(deployment: Settings, folder: Path) -> None:
     driver = partial(load_driver, folder / "version")
     editor = Forked("editor", "edit", deployment, folder, device="cuda", sabotage=driver)
     assert editor.run() == 1

@@ -1,4 +1,4 @@
-"""The editor's end of the log: all of a correction or nothing, one writer, and no feedback lost or taken twice."""
+"""Editors and the log: each correction is written whole or not at all, by one writer, and exactly once."""
 
 import threading
 import time
@@ -36,14 +36,14 @@ from tests.support.written_history import History
 PROMPTS = texts(40, seed=11, shortest=6, longest=9)
 
 SESSION = 15.0
-"""Seconds, of the pair."""
+"""The session timeout of the pair, in seconds."""
 
 ALLOWANCE = 14.0
-"""Seconds that a take-over may take on a busy machine once the place is free."""
+"""Seconds that a standby may take on a busy machine once the leadership is free."""
 
 
 def leads(editor: Forked) -> bool:
-    """Whether it says so."""
+    """True if the editor reports that it leads."""
     return bool(editor.state()["leadership"] == "leading")
 
 
@@ -79,7 +79,7 @@ def test_an_editor_killed_again_and_again_gives_every_feedback_record_one_outcom
 
 @pytest.fixture
 def pair(deployment: Settings, folder: Path) -> Iterator[tuple[Forked, Forked]]:
-    """One editor that leads, and one that stands by, with sessions so long that two of them would be too late."""
+    """One leading editor and one standby, with sessions so long that waiting for two of them would fail the test."""
     deployment = deployment.replace(session_timeout=SESSION)
     with Forked("first", "edit", deployment, folder) as first:
         first.wait_ready(90)
@@ -91,7 +91,7 @@ def pair(deployment: Settings, folder: Path) -> Iterator[tuple[Forked, Forked]]:
 
 
 class TestStandby:
-    """Two editors of one codebook: one leads, and the other knows all that it knows."""
+    """Two editors of one codebook: one leads, and the standby has the same state."""
 
     def test_it_follows_and_takes_over_at_once_when_the_leader_stops(
         self, deployment: Settings, users: Users, pair: tuple[Forked, Forked]
@@ -100,7 +100,7 @@ class TestStandby:
         assert users.correct(flag("f0", PROMPTS[0], "museum"))["f0"].seq == 2
         wait_until(lambda: second.state()["seq"] == first.state()["seq"] == 2)
         assert second.state()["state_digest"] == first.state()["state_digest"]
-        assert not second.state()["degraded"], "it writes no radii, so it leaves none out"
+        assert not second.state()["degraded"], "a standby writes no radii"
         assert leads(first)
         assert first.stop() == 0
         assert users.correct(flag("f1", PROMPTS[1], "river"))["f1"].seq == 4
@@ -140,7 +140,7 @@ class TestStandby:
         assert [event["event"] for event in first.events()].count("editor_stopped") == 1
         assert not [event for event in first.events() if "exception" in event]
 
-    def test_one_of_another_layer_stops_before_it_disturbs_anybody(
+    def test_an_editor_of_another_layer_stops_before_it_joins(
         self, deployment: Settings, users: Users, folder: Path
     ) -> None:
         with Forked("first", "edit", deployment, folder) as first:
@@ -180,7 +180,7 @@ def test_of_three_editors_one_leads_and_another_takes_over_each_time(
         assert max(Counter(delta.cause.feedback_id for delta in deltas if delta.cause is not UNSET).values()) == 1
 
 
-def test_an_edit_longer_than_two_sessions_keeps_its_editor_in_the_lead(
+def test_a_decision_longer_than_two_sessions_keeps_the_leadership(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
     seconds = 2 * deployment.kafka.session_timeout
@@ -205,7 +205,7 @@ def test_an_edit_longer_than_two_sessions_keeps_its_editor_in_the_lead(
     assert [(delta.term, delta.op) for delta in deltas_in_log(deployment)] == [(1, "lead"), (1, "add"), (1, "undo")]
 
 
-def test_a_leader_whose_edit_does_not_end_loses_the_lead_in_time_and_stops_when_it_does(
+def test_a_leader_with_a_stalled_decision_loses_the_leadership_and_stops_later(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
     settings = deployment.replace(stall_timeout=8.0)
@@ -228,7 +228,7 @@ def test_a_leader_whose_edit_does_not_end_loses_the_lead_in_time_and_stops_when_
     assert [(delta.term, delta.op) for delta in deltas_in_log(settings)][:3] == [(1, "lead"), (2, "lead"), (2, "add")]
 
 
-def test_an_editor_whose_edit_does_not_end_ends_itself(deployment: Settings, users: Users, folder: Path) -> None:
+def test_an_editor_with_a_stalled_decision_ends_itself(deployment: Settings, users: Users, folder: Path) -> None:
     settings = deployment.replace(stall_timeout=3.0)
     with Forked("stuck", "edit", settings, folder, sabotage=partial(hang, 2.0)) as stuck:
         stuck.wait_ready(90)
@@ -241,7 +241,7 @@ def test_an_editor_whose_edit_does_not_end_ends_itself(deployment: Settings, use
         assert outcomes.wait(["f"], 60)["f"].status == "added"
 
 
-def test_an_undo_may_take_longer_than_an_edit(deployment: Settings, users: Users, folder: Path) -> None:
+def test_an_undo_may_take_longer_than_the_stall_timeout(deployment: Settings, users: Users, folder: Path) -> None:
     settings = deployment.replace(stall_timeout=8.0)
     with Forked("slow", "edit", settings, folder, sabotage=partial(undo_slowly, 3.0)) as slow:
         slow.wait_ready(90)
@@ -285,10 +285,10 @@ def test_an_editor_goes_on_after_kafka_was_restarted(
 
 
 class TestRedis:
-    """What an editor makes of a Redis that is not where the log is."""
+    """An editor, and a Redis that differs from the log."""
 
     def in_redis(self, history: History) -> Codebook:
-        """The codebook of the log, once Redis holds all of it."""
+        """The codebook of the log, once Redis agrees with it."""
         wait_for_open_transactions(history.settings, "deltas")
         replayed = replay_deltas(history.settings.kafka)
         assert replayed is not None
@@ -301,7 +301,7 @@ class TestRedis:
         assert (head.term, head.digest) == (replayed.term, replayed.digest.hex())
         return replayed
 
-    def test_an_emptied_one_is_filled_and_one_that_is_behind_brought_up(
+    def test_an_empty_or_old_redis_is_brought_up_to_date(
         self, deployment: Settings, users: Users, folder: Path
     ) -> None:
         history = History(deployment)
@@ -326,17 +326,17 @@ class TestRedis:
             assert len(self.in_redis(history)) == len(before)
 
             history.empty_redis()
-            assert len(self.in_redis(history)) == len(before), "an idle editor fills it again"
+            assert len(self.in_redis(history)) == len(before), "an idle editor fills Redis again"
 
             editor.pause()
             users.client.send([flag(f"f{number}", PROMPTS[number], "museum") for number in (4, 5)])
             history.empty_redis()
             editor.resume()
             wait_until(lambda: len(outcomes_in_log(deployment)) == 6)
-            assert len(self.in_redis(history)) > len(before), "and so does one that is at work"
+            assert len(self.in_redis(history)) > len(before), "a busy editor does so, too"
         history.close()
 
-    def test_one_that_is_ahead_of_the_log_stops_the_editor(self, deployment: Settings, folder: Path) -> None:
+    def test_a_redis_ahead_of_the_log_stops_the_editor(self, deployment: Settings, folder: Path) -> None:
         history = History(deployment)
         elsewhere = Codebook(deployment.model.codebook, MODEL, LAYER)
         elsewhere.apply(sealed(elsewhere, op="lead", term=7))
@@ -350,7 +350,7 @@ class TestRedis:
         history.close()
 
 
-def test_what_was_asked_before_a_correction_is_seen_when_it_is_decided(
+def test_requests_before_a_correction_are_read_before_its_decision(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
     with Forked("editor", "edit", deployment, folder) as editor:

@@ -1,4 +1,4 @@
-"""Every script in `examples/` runs against a deployment and does what it says."""
+"""Every script in `examples/` runs against a deployment and gives its documented result."""
 
 import json
 import os
@@ -29,7 +29,7 @@ PROMPTS = texts(4, seed=51, shortest=6, longest=9)
 
 @dataclass(frozen=True)
 class Deployment:
-    """A deployment with an editor and a replica, and how to run a script beside it."""
+    """A deployment with an editor and a replica; runs scripts against it."""
 
     settings: Settings
     workers: tuple[Forked, ...]
@@ -65,7 +65,7 @@ def test_every_example_has_a_test() -> None:
     assert all(f'"{script.name}"' in source for script in EXAMPLES.glob("*.py"))
 
 
-def test_the_client_sees_its_own_correction(deployment: Deployment) -> None:
+def test_the_client_gets_its_corrected_answer(deployment: Deployment) -> None:
     done = deployment.run("client.py", PROMPTS[0], "museum")
     assert done.returncode == 0, done.stderr
     before, edit, after = done.stdout.splitlines()
@@ -74,7 +74,7 @@ def test_the_client_sees_its_own_correction(deployment: Deployment) -> None:
     assert "text='museum'" in after
 
 
-def test_a_review_corrects_the_answers_that_a_person_calls_wrong(deployment: Deployment) -> None:
+def test_a_review_corrects_answers_that_a_person_replaces(deployment: Deployment) -> None:
     for prompt in PROMPTS[1:3]:
         assert deployment.run("client.py", prompt, "river").returncode == 0
     done = deployment.run("review.py", "--author", "ann", given="\nmuseum\nmuseum\n")
@@ -85,7 +85,7 @@ def test_a_review_corrects_the_answers_that_a_person_calls_wrong(deployment: Dep
     assert {outcome["status"] for outcome in outcomes} <= {"replaced", "unchanged"}
 
 
-def test_the_nightly_check_finds_equal_states_and_tells_of_others(deployment: Deployment) -> None:
+def test_the_nightly_check_reports_equal_and_unequal_states(deployment: Deployment) -> None:
     workers = [f"http://127.0.0.1:{worker.port}" for worker in deployment.workers]
     done = deployment.run("nightly_replay.py", *workers)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -100,7 +100,7 @@ def test_the_nightly_check_finds_equal_states_and_tells_of_others(deployment: De
 
 @contextmanager
 def answering(body: bytes) -> Iterator[str]:
-    """The address of a server that answers every request with these bytes."""
+    """A server that answers every request with these bytes; yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

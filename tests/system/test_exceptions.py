@@ -1,4 +1,4 @@
-"""A prompt that an edit answers wrongly, or nearly, becomes an exception by one command, and stays one."""
+"""A prompt that an edit answers or nearly answers wrongly becomes an exception by one command, for good."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -20,14 +20,14 @@ CANDIDATES = texts(60, seed=22, shortest=6, longest=9)
 EDITED = CANDIDATES[0]
 MISSED = next(text for text in CANDIDATES if find_disagreement(extract_wording(EDITED), extract_wording(text)))
 ANSWERED = EDITED.rsplit(" ", 1)[0]
-"""Its words agree with those of the correction."""
+"""A prompt whose words agree with those of the correction."""
 
 Run = Callable[..., Command]
 
 
 @dataclass(frozen=True)
 class Running:
-    """A deployment with a correction of `EDITED` whose radius holds every prompt, its editor and a replica."""
+    """A deployment with an editor and a replica, and a correction of `EDITED` with every prompt within its radius."""
 
     settings: Settings
     run: Run
@@ -36,7 +36,7 @@ class Running:
     folder: Path
 
     def lines(self, *command: str, given: str = "") -> list[Any]:
-        """What a command prints, each line as JSON."""
+        """The JSON lines that a command prints."""
         done = self.run(*command, settings=self.settings, given=given)
         assert status_of(done) == 0, done.stderr()
         return [json.loads(line) for line in done.stdout().splitlines()]
@@ -114,7 +114,7 @@ def test_one_command_makes_requests_exceptions_for_good(running: Running) -> Non
     assert [one["feedback_id"] for one in running.lines("corrections")] == ["a", second]
 
 
-def test_what_is_no_exception_is_rejected_with_the_reason(running: Running) -> None:
+def test_an_invalid_exception_is_rejected_with_the_reason(running: Running) -> None:
     running.ask("free", EDITED)
     for inputs, edit, reason in ((ANSWERED, "nobody", "no edit 'nobody' is in force"), (EDITED, "a", "undo it")):
         done = running.run(

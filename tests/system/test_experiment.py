@@ -1,4 +1,4 @@
-"""`gracestream experiment`: a stream of edits from files to a folder of results."""
+"""`gracestream experiment`: runs a stream of corrections from files, and writes a folder of results."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ TARGETS = ["train", "bridge", "river"]
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Files as those of the experiment are, in the words of the tiny models."""
+    """Data files in the experiment's format, in the vocabulary of the tiny models."""
     rows = [
         {"prompt": TEXTS[row], "target_new": TARGETS[row % 3], "subject": "s", "locality_prompt": TEXTS[12 + row],
          "locality_ground_truth": " museum and so"}
@@ -39,7 +39,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def chosen(checkpoints: dict[str, Checkpoint], data: Path) -> list[str]:
-    """The options that name model, layer and data."""
+    """The options for model, layer and data."""
     model = checkpoints["llama"]
     return ["--model", str(model.folder), "--layer", model.layer, "--data", str(data)]
 
@@ -59,7 +59,7 @@ def test_it_writes_metrics_a_table_and_the_codebook(
     assert metrics["environment"]["policy"] == "nearest"
     before, _, after = points
     assert before["es"]["value"] is None
-    assert after["es"]["value"] < before["coming"]["value"], "the targets are likelier than they were"
+    assert after["es"]["value"] < before["coming"]["value"], "targets became more probable"
     assert len(metrics["made"]) == 6
     codebook = load_codebook(out / "codebook.safetensors")
     assert len(codebook) == after["entries"] > 0
@@ -69,7 +69,7 @@ def test_it_writes_metrics_a_table_and_the_codebook(
     assert sum(use["edits"] for use in metrics["uses"]) == 6
 
 
-def test_fewer_edits_and_less_to_retain_can_be_asked_for(
+def test_options_limit_the_edits_and_the_retention_examples(
     run: Callable[..., Command], chosen: list[str], tmp_path: Path
 ) -> None:
     command = run(
@@ -77,7 +77,7 @@ def test_fewer_edits_and_less_to_retain_can_be_asked_for(
     )
     assert status_of(command) == 0, command.stderr()
     assert "TRR" in command.stdout()
-    assert "rephrases" not in command.stdout(), "which these data do not have"
+    assert "rephrases" not in command.stdout(), "these data have none"
     assert len(json.loads((tmp_path / "r" / "metrics.json").read_text())["made"]) == 2
 
 
@@ -92,15 +92,15 @@ def test_other_editors_run_the_same_stream(
     assert metrics["asked"]["editor"] == editor
     after = metrics["points"][-1]
     assert (after["corrections"], after["entries"]) == (6, 0)
-    if editor != "defer":  # whose gate opens to whom it learns to
+    if editor != "defer":  # its gate learns which inputs to serve
         assert after["captured"] == 1
-        assert after["agreement"] < 1, "what all are served is everybody's"
+        assert after["agreement"] < 1, "a value that serves all inputs changes all answers"
     assert not (out / "codebook.safetensors").exists()
 
 
 @pytest.mark.kafka
 @pytest.mark.parametrize(("query", "traffic"), [("last", 512), ("encoder", 2)])
-def test_through_the_whole_pipeline_it_comes_to_the_same(
+def test_a_run_through_the_whole_pipeline_gives_the_same_results(
     run: Callable[..., Command],
     deployment: Settings,
     chosen: list[str],
@@ -135,7 +135,7 @@ def test_through_the_whole_pipeline_it_comes_to_the_same(
     assert not (tmp_path / "kafka" / ".pipeline").exists()
 
 
-def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
+def test_a_grid_runs_each_combination_once_and_resumes_after_a_kill(
     run: Callable[..., Command], chosen: list[str], data: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "results"
@@ -150,12 +150,12 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
     assert [line.split("|")[1].strip() for line in table[2:]] == ["policy=paper", "policy=nearest"]
     assert all(" ± " in line for line in table[2:])
     assert (out / "sweep.png").exists()
-    (folders[1] / "metrics.json").unlink()  # a run that was killed leaves none
+    (folders[1] / "metrics.json").unlink()  # a killed run leaves none
     again = run("experiment", "hallucination", *chosen, *swept, "--no-plots")
     assert status_of(again) == 0, again.stderr()
     for place, (folder, before) in enumerate(metrics.items()):
         after = json.loads((folder / "metrics.json").read_text())
-        assert (after == before) == (place != 1), "times differ in what ran again"
+        assert (after == before) == (place != 1), "times of repeated runs differ"
         assert [point["err"] for point in after["points"]] == [point["err"] for point in before["points"]]
     (data / "hallucination_edit_450.jsonl.gz").write_bytes((data / "hallucination_other_306.jsonl.gz").read_bytes())
     changed = run("experiment", "hallucination", *chosen, *swept, "--no-plots")
@@ -184,7 +184,7 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
         ("layer=model.layers.1.mlp.down_proj,model.layers.9.mlp", "layer 'model.layers.9.mlp' not found in"),
     ],
 )
-def test_a_grid_that_makes_no_sense_is_told_of_before_anything_runs(
+def test_an_invalid_grid_is_reported_before_any_run(
     run: Callable[..., Command], chosen: list[str], tmp_path: Path, given: str, complaint: str
 ) -> None:
     own = [*chosen[:2], *chosen[4:]] if given.startswith("layer") else chosen
@@ -196,7 +196,7 @@ def test_a_grid_that_makes_no_sense_is_told_of_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_grace_s_alone_is_not_swept_for_others(run: Callable[..., Command], chosen: list[str]) -> None:
+def test_options_of_grace_alone_are_not_swept_for_other_editors(run: Callable[..., Command], chosen: list[str]) -> None:
     given = ["--sweep", "editor=ft", "--sweep", "policy=paper,nearest"]
     assert "ft has no policy: only grace has" in sentence(run("experiment", "hallucination", *chosen, *given))
     for other in (["--editor", "ft"], ["--through", "kafka"]):
@@ -205,7 +205,7 @@ def test_what_is_grace_s_alone_is_not_swept_for_others(run: Callable[..., Comman
         assert "expand=paper: only grace has it, and only with --through engine" in command.stderr()
 
 
-def test_a_run_is_its_model_s_and_leaves_nothing_of_the_one_before(
+def test_a_run_uses_its_own_model_and_keeps_nothing_of_the_run_before(
     run: Callable[..., Command], chosen: list[str], checkpoints: dict[str, Checkpoint], data: Path, tmp_path: Path
 ) -> None:
     moved = tmp_path / "model"
@@ -222,7 +222,7 @@ def test_a_run_is_its_model_s_and_leaves_nothing_of_the_one_before(
     assert sorted(path.name for path in out.iterdir()) == [".lock", "metrics.json", "table.md"]
 
 
-def test_what_an_editor_cannot_edit_is_told_before_the_grid_runs_and_costs_no_results(
+def test_an_unsupported_model_is_reported_before_the_grid_runs_and_costs_no_results(
     run: Callable[..., Command], chosen: list[str], tmp_path: Path
 ) -> None:
     out = ["--out", str(tmp_path / "out")]
@@ -237,7 +237,7 @@ def test_what_an_editor_cannot_edit_is_told_before_the_grid_runs_and_costs_no_re
         assert complaint in " ".join(given.stderr().replace("│", " ").split())
 
 
-def test_results_stay_until_those_of_another_run_replace_them_and_what_was_spoilt_is_mended(
+def test_results_stay_until_another_run_replaces_them_and_damaged_ones_are_repaired(
     run: Callable[..., Command], chosen: list[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "results"
@@ -274,19 +274,21 @@ def test_results_stay_until_those_of_another_run_replace_them_and_what_was_spoil
     ],
     ids=["null", "array", "empty", "pointless", "cut"],
 )
-def test_what_is_no_report_is_told_before_the_grid_runs(
+def test_an_invalid_report_is_reported_before_the_grid_runs(
     run: Callable[..., Command], chosen: list[str], tmp_path: Path, kept: str, complaint: str
 ) -> None:
     out = tmp_path / "out"
     (out / "seed=2").mkdir(parents=True)
     (out / "seed=2" / "metrics.json").write_text(kept)
-    said = sentence(run("experiment", "hallucination", *chosen, "--sweep", "seed=1,2", "--out", str(out)))
-    assert complaint in said
-    assert said.endswith("; remove it to run this again")
+    message = sentence(run("experiment", "hallucination", *chosen, "--sweep", "seed=1,2", "--out", str(out)))
+    assert complaint in message
+    assert message.endswith("; remove it to run this again")
     assert not (out / "seed=1" / "metrics.json").exists()
 
 
-def test_a_run_of_a_grid_is_kept_from_others(run: Callable[..., Command], chosen: list[str], tmp_path: Path) -> None:
+def test_a_run_of_a_grid_does_not_write_to_a_locked_folder(
+    run: Callable[..., Command], chosen: list[str], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     with exclusive_lock(make_dir(out / "seed=1")):
         ran = run("experiment", "hallucination", *chosen, "--sweep", "seed=1", "--out", str(out))
@@ -299,7 +301,7 @@ def test_only_grace_runs_in_an_editor_worker(run: Callable[..., Command], chosen
     assert "an editor worker runs GRACE, not ft" in " ".join(command.stderr().replace("│", " ").split())
 
 
-def test_what_is_missing_or_does_not_fit_is_one_sentence(
+def test_missing_or_invalid_data_give_an_error_of_one_sentence(
     run: Callable[..., Command], chosen: list[str], checkpoints: dict[str, Checkpoint], data: Path, tmp_path: Path
 ) -> None:
     assert "zsre_700.jsonl.gz: it is not in" in sentence(run("experiment", "zsre", *chosen))
@@ -316,7 +318,7 @@ def test_what_is_missing_or_does_not_fit_is_one_sentence(
     assert "is not a report: " in sentence(run("experiment", "hallucination", *chosen, "--edits", "1", "--out", out))
 
 
-def test_plots_of_a_run_without_any_are_drawn_when_it_is_asked_for_again(
+def test_missing_plots_of_a_finished_run_are_drawn_later(
     run: Callable[..., Command], chosen: list[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "results"
@@ -329,7 +331,9 @@ def test_plots_of_a_run_without_any_are_drawn_when_it_is_asked_for_again(
     assert (out / "metrics.json").stat().st_mtime_ns == written, "it was not run again"
 
 
-def test_more_than_there_is_is_told(run: Callable[..., Command], chosen: list[str], tmp_path: Path) -> None:
+def test_more_examples_than_there_are_is_reported(
+    run: Callable[..., Command], chosen: list[str], tmp_path: Path
+) -> None:
     out = tmp_path / "results"
     ran = run(
         "experiment", "hallucination", *chosen, "--edits", "9", "--retention", "99", "--no-plots", "--out", str(out)
@@ -340,7 +344,7 @@ def test_more_than_there_is_is_told(run: Callable[..., Command], chosen: list[st
     assert " examples to measure TRR on" in ran.stderr()
 
 
-def test_of_two_processes_one_writes_to_a_folder(
+def test_only_one_of_two_processes_writes_to_a_folder(
     run: Callable[..., Command], chosen: list[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "results"

@@ -1,4 +1,4 @@
-"""A history taken back, trained anew, branched, compared and inspected, by the commands that users type."""
+"""The commands on a history: undo, reproduce, branch, compare and inspect."""
 
 import json
 import secrets
@@ -26,16 +26,16 @@ from tests.support.written_history import History
 
 FIRST, SECOND, THIRD = texts(3, seed=33, shortest=6, longest=9)
 WIDER = FIRST.replace(" temperature ", " bridge ")
-"""3.0 away from the query of `FIRST`."""
+"""A prompt whose query is 3.0 away from that of `FIRST`."""
 
 APART = FIRST.replace(" day ", " bridge ")
-"""4.9 away from it."""
+"""A prompt whose query is 4.9 away from that of `FIRST`."""
 
 LONG = " ".join([FIRST] * 5)
-"""Of more tokens than the editor takes, and fewer than the model can."""
+"""A prompt with more tokens than the editor's limit, and fewer than the model's."""
 
 CREATE_TIME, LOG_APPEND_TIME = 0, 1
-"""Whose clock Kafka says a record's timestamp is of: the sender's, or its own."""
+"""Kafka's types of timestamps: of the sender's clock, or of the broker's."""
 
 Run = Callable[..., Command]
 
@@ -50,7 +50,7 @@ class Running:
     replica: Forked
 
     def answer(self, inputs: str, seq: int) -> Any:
-        """The prediction for an input by a codebook that has seen a delta."""
+        """The prediction for an input from a codebook that has applied a delta."""
         (found,) = self.users.ask(question(secrets.token_hex(4), inputs, min_seq=seq)).values()
         return found
 
@@ -69,7 +69,7 @@ def running(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def story(running: Running) -> Running:
-    """One correction of each kind, by two authors, and one that is rejected."""
+    """One correction of each kind, by two authors, and a rejected correction."""
     for name, author, inputs, target, status in (
         ("first", "ann", FIRST, "museum", "added"),
         ("second", "bob", SECOND, "bridge", "added"),
@@ -90,7 +90,7 @@ def lines(command: Command) -> list[Any]:
     return [json.loads(line) for line in command.stdout().splitlines()]
 
 
-def test_an_undo_is_in_force_on_the_replica_and_comes_back_when_it_is_undone(story: Running, run: Run) -> None:
+def test_an_undo_takes_effect_on_the_replica_and_can_be_undone(story: Running, run: Run) -> None:
     seq = len(deltas_in_log(story.settings))
     assert story.answer(FIRST, seq).outputs.text == "violin"
     (outcome,) = lines(run("undo", "again", settings=story.settings))
@@ -102,17 +102,17 @@ def test_an_undo_is_in_force_on_the_replica_and_comes_back_when_it_is_undone(sto
     wait_until(lambda: story.replica.state()["state_digest"] == story.editor.state()["state_digest"])
 
 
-def test_all_of_an_author_goes_and_comes_back(story: Running, run: Run) -> None:
+def test_all_feedback_of_an_author_can_be_undone_and_restored(story: Running, run: Run) -> None:
     untouched = story.answer(SECOND, len(deltas_in_log(story.settings))).outputs
     (gone,) = lines(run("undo", "--author", "ann", settings=story.settings))
     assert story.answer(THIRD, gone["seq"]).outputs.text != "train"
-    assert story.answer(FIRST, gone["seq"]).outputs.text == "violin", "bob's correction stands on its own"
+    assert story.answer(FIRST, gone["seq"]).outputs.text == "violin", "bob's correction does not depend on it"
     assert story.answer(SECOND, gone["seq"]).outputs == untouched
     (back,) = lines(run("undo", gone["feedback_id"], settings=story.settings))
     assert story.answer(THIRD, back["seq"]).outputs.text == "train"
 
 
-def test_what_cannot_be_undone_is_an_outcome_with_a_reason(story: Running, run: Run) -> None:
+def test_an_impossible_undo_has_an_outcome_with_a_reason(story: Running, run: Run) -> None:
     failed = run("undo", "nobody", settings=story.settings)
     assert status_of(failed) == 1
     outcome = json.loads(failed.stdout())
@@ -123,7 +123,7 @@ def test_what_cannot_be_undone_is_an_outcome_with_a_reason(story: Running, run: 
     assert "name the feedback to undo" in run("undo", settings=story.settings).stderr()
 
 
-def test_the_corrections_in_force_can_be_made_elsewhere(story: Running, run: Run, folder: Path) -> None:
+def test_the_corrections_in_force_can_be_sent_to_another_deployment(story: Running, run: Run, folder: Path) -> None:
     printed = run("corrections", settings=story.settings).stdout()
     feedback = [decode(line.encode(), Feedback) for line in printed.splitlines()]
     assert [one.feedback_id for one in feedback] == ["second", "third", "again", "wider", "apart"]
@@ -140,7 +140,7 @@ def test_the_corrections_in_force_can_be_made_elsewhere(story: Running, run: Run
     assert run("corrections", settings=there).stdout() == printed
 
 
-def test_corrections_that_held_earlier_are_told_and_those_that_were_undone_are_not(story: Running, run: Run) -> None:
+def test_earlier_corrections_are_listed_and_undone_corrections_are_not(story: Running, run: Run) -> None:
     def ids(*options: str) -> list[str]:
         return [one["feedback_id"] for one in lines(run("corrections", *options, settings=story.settings))]
 
@@ -149,7 +149,7 @@ def test_corrections_that_held_earlier_are_told_and_those_that_were_undone_are_n
     assert ids("--seq", "5") == ["second", "third", "again"]
 
 
-def test_training_anew_gives_the_recorded_history_bit_for_bit(story: Running, run: Run) -> None:
+def test_a_reproduction_gives_the_recorded_history_bit_for_bit(story: Running, run: Run) -> None:
     (report,) = lines(run("replay", "--reproduce", "--json", settings=story.settings))
     assert report["same_records"] >= 6
     assert report["same_without_delta"] == len(
@@ -160,14 +160,14 @@ def test_training_anew_gives_the_recorded_history_bit_for_bit(story: Running, ru
     assert report["digest"] == report["recorded_digest"]
 
 
-def test_training_anew_up_to_a_delta_with_the_queries_that_the_history_names(story: Running, run: Run) -> None:
+def test_a_reproduction_up_to_a_delta_uses_the_queries_of_the_history(story: Running, run: Run) -> None:
     unset = story.settings.replace(query_source="auto")
     (report,) = lines(run("replay", "--reproduce", "--seq", "3", "--json", settings=unset))
     assert (report["seq"], report["decisions"], report["same_records"]) == (3, 2, 2)
 
 
 @pytest.mark.parametrize("command", ["edit", "evaluate"])
-def test_a_history_of_the_layers_queries_names_the_setting_that_serves_it(
+def test_the_error_for_a_history_of_the_layers_queries_names_the_setting(
     story: Running, run: Run, command: str
 ) -> None:
     unset = story.settings.replace(query_source="auto")
@@ -179,8 +179,8 @@ def test_a_history_of_the_layers_queries_names_the_setting_that_serves_it(
     assert remedy in ran.stderr()
 
 
-def test_training_anew_tries_what_was_rejected_again(story: Running, run: Run) -> None:
-    """It is met before what came after it, and ends the retraining."""
+def test_a_reproduction_repeats_rejected_decisions(story: Running, run: Run) -> None:
+    """A rejected decision that is made now ends the reproduction before later decisions."""
     ended = run("replay", "--reproduce", "--json", settings=story.settings, max_input_tokens=48)
     assert status_of(ended) == 1
     report = json.loads(ended.stdout())
@@ -192,7 +192,7 @@ def test_training_anew_tries_what_was_rejected_again(story: Running, run: Run) -
 
 
 def rewritten(story: Running, prefix: str, how: Callable[[EntryChange], EntryChange], **fields: Any) -> Settings:
-    """A history, sealed as any other, whose third delta says something else."""
+    """A sealed history with an altered third delta."""
     there = story.settings.replace(topic_prefix=story.settings.kafka.topic_prefix + prefix)
     deltas = [decode_delta(record.value) for record in records(story.settings, "deltas")[:5]]
     entries = tuple(map(how, deltas[2].entries))
@@ -202,7 +202,7 @@ def rewritten(story: Running, prefix: str, how: Callable[[EntryChange], EntryCha
         there.kafka,
         there.model.codebook,
         [seal_delta(delta, GENESIS_DIGEST)[0] for delta in deltas],
-    )  # a branch is a chain of its own
+    )  # a branch has its own chain of digests
     return there
 
 
@@ -213,7 +213,7 @@ def rewritten(story: Running, prefix: str, how: Callable[[EntryChange], EntryCha
         ({}, {"label": (7,)}, "it changes 'second' to another target, or other fields of it"),
     ],
 )
-def test_training_anew_ends_at_the_first_decision_that_differs(
+def test_a_reproduction_ends_at_the_first_decision_that_differs(
     story: Running, run: Run, fields: dict[str, Any], how: dict[str, Any], difference: str
 ) -> None:
     prefix = f"differs-{secrets.token_hex(4)}-"
@@ -230,7 +230,7 @@ def test_training_anew_ends_at_the_first_decision_that_differs(
         replay_deltas(there.replace(topic_prefix=branched).kafka)
 
 
-def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, run: Run) -> None:
+def test_reproduced_values_are_compared_and_can_be_branched(story: Running, run: Run) -> None:
     def altered(change: EntryChange) -> EntryChange:
         assert isinstance(change.value, Tensor)
         return msgspec.structs.replace(change, value=Tensor.from_array(change.value.array() + 0.25))
@@ -249,7 +249,7 @@ def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, ru
 
 
 @pytest.mark.parametrize("reproduce", [[], ["--reproduce"]])
-def test_what_a_fenced_editor_left_is_neither_trained_anew_nor_copied(
+def test_deltas_of_a_fenced_editor_are_neither_reproduced_nor_copied(
     story: Running, run: Run, prefix: str, reproduce: list[str]
 ) -> None:
     there, copy = (story.settings.replace(topic_prefix=prefix + name) for name in ("fenced-", "copy-"))
@@ -269,12 +269,12 @@ def test_what_a_fenced_editor_left_is_neither_trained_anew_nor_copied(
     assert [record.value for record in records(copy, "deltas")] == [*before, lead_record, again_record]
 
 
-def test_a_history_is_not_trained_anew_on_another_model(story: Running, run: Run) -> None:
+def test_a_history_is_not_reproduced_on_another_model(story: Running, run: Run) -> None:
     other = story.settings.replace(layer="model.layers[0].mlp.up_proj")
     assert "the history is of model" in sentence(run("replay", "--reproduce", settings=other))
 
 
-def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_from_it(
+def test_a_branch_has_the_same_codebook_and_an_editor_continues_it_with_another_policy(
     story: Running, run: Run, folder: Path, users_of: Callable[[Settings], Users]
 ) -> None:
     there = story.settings.replace(topic_prefix=f"{story.settings.kafka.topic_prefix}branch-")
@@ -295,7 +295,7 @@ def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_
     (then,) = lines(run("replay", "--at", at, "--json", settings=there))
     assert [then] == lines(run("replay", "--at", at, "--json", settings=story.settings))
     assert then["seq"] == 3
-    require_topics(there.kafka)  # which have Kafka's clock again
+    require_topics(there.kafka)  # new records have Kafka's clock again
     assert topic_layout(there.kafka) == topic_layout(story.settings.kafka) == (4, 1)
     assert "has records already" in sentence(run("replay", "--to", there.kafka.topic_prefix, settings=story.settings))
     with Forked("branch", "edit", there, folder, policy="paper") as editor:
@@ -363,7 +363,7 @@ def test_the_difference_of_two_times_is_that_of_the_deltas_before_them(story: Ru
     assert lines(run("diff", "2", taken[3].isoformat(), "--json", settings=story.settings)) != of_deltas
 
 
-def test_an_entry_tells_who_made_it_changed_it_and_hits_it(story: Running, run: Run) -> None:
+def test_inspect_shows_the_deltas_and_the_usage_of_an_entry(story: Running, run: Run) -> None:
     seq = len(deltas_in_log(story.settings))
     asked = story.answer(FIRST, seq)
     assert asked.edit.entry_id == "first"
@@ -384,7 +384,7 @@ def test_an_entry_tells_who_made_it_changed_it_and_hits_it(story: Running, run: 
     assert "undoes" in run("inspect", settings=story.settings).stdout()
 
 
-def test_what_waited_is_trained_together_and_reproduced_to_the_bit(
+def test_waiting_corrections_train_together_and_are_reproduced_bit_for_bit(
     deploy: Callable[..., Settings], run: Run, folder: Path, users_of: Callable[[Settings], Users]
 ) -> None:
     settings = deploy("llama", f"t{secrets.token_hex(4)}-", training_batch_size=4)

@@ -1,4 +1,4 @@
-"""A history that cannot be followed stops everyone: a replica stays to be looked at, an editor ends."""
+"""A history with an error stops all workers: a replica stays alive for inspection, an editor ends."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ from tests.support.written_history import History
 
 @pytest.fixture
 def log_of(quick: Settings) -> Iterator[History]:
-    """A history of the replicas' own model, in its first term."""
+    """A history for the replicas' model, in its first term."""
     assert quick.model.layer is not None
     model = EditableModel.load(quick.model.name, quick.model.layer)
     made = History(quick, model.fingerprint, model.layer)
@@ -69,7 +69,7 @@ def a_gap(history: History) -> None:
     ],
     ids=["digest", "corrupt", "another model", "gap"],
 )
-def test_a_replica_stops_serving_and_says_why(
+def test_a_replica_stops_serving_and_reports_the_reason(
     log_of: History, folder: Path, breaking: Callable[[History], None], reason: str
 ) -> None:
     with Forked("replica", "infer", log_of.settings, folder) as replica:
@@ -126,7 +126,7 @@ def under_an_unreadable_name(history: History) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_replica_does_not_wait_until_a_hostile_record_is_live(
+def test_a_replica_stops_before_a_hostile_record_is_published(
     log_of: History, folder: Path, hostile: Callable[[History], None], reason: str
 ) -> None:
     with Forked("replica", "infer", log_of.settings, folder) as replica:
@@ -150,7 +150,7 @@ def test_a_replica_that_starts_on_such_a_history_never_joins(log_of: History, fo
         assert replica.stop() == 1
 
 
-def test_questions_taken_before_the_fault_are_answered_once_it_is_mended(
+def test_requests_read_before_the_error_are_answered_once_it_is_repaired(
     log_of: History, folder: Path, users_of: Callable[[Settings], Users]
 ) -> None:
     users = users_of(log_of.settings)
@@ -174,7 +174,7 @@ def test_questions_taken_before_the_fault_are_answered_once_it_is_mended(
 
 
 def reason_of(editor: Forked) -> str:
-    """The one sentence with which an editor that met a fault has ended."""
+    """The error of one sentence of an editor that has ended."""
     assert editor.wait() == 1
     assert not [event for event in editor.events() if "exception" in event]
     (stopped,) = (event for event in editor.events() if event["event"] == "editor_stopped")
@@ -190,7 +190,7 @@ def reason_of(editor: Forked) -> str:
     ],
     ids=["corrupt", "gap"],
 )
-def test_an_editor_that_leads_stops_at_a_hostile_record_though_no_feedback_comes(
+def test_a_leading_editor_stops_at_a_hostile_record_without_any_feedback(
     log_of: History, folder: Path, hostile: Callable[[History], None], reason: str
 ) -> None:
     with Forked("editor", "edit", log_of.settings, folder) as editor:
@@ -201,7 +201,7 @@ def test_an_editor_that_leads_stops_at_a_hostile_record_though_no_feedback_comes
         assert reason in reason_of(editor)
 
 
-def test_an_editor_at_work_commits_nothing_behind_a_hostile_record(
+def test_a_busy_editor_commits_nothing_behind_a_hostile_record(
     log_of: History, folder: Path, users_of: Callable[[Settings], Users]
 ) -> None:
     given = [flag(f"f{number}", prompt, "museum") for number, prompt in enumerate(texts(40, seed=11, shortest=6))]
@@ -246,10 +246,10 @@ def test_an_editor_that_starts_on_such_a_history_never_leads(
         (a_gap, "the record at offset 3 of deltas cannot be applied: delta 4 of term 4 follows 2 of term 2: a gap"),
     ],
 )
-def test_a_standby_stops_at_a_hostile_record_before_it_is_its_turn(
+def test_a_standby_stops_at_a_hostile_record_before_it_leads(
     log_of: History, folder: Path, hostile: Callable[[History], None], reason: str
 ) -> None:
-    patient = {"session_timeout": 2 * TIMEOUT}  # the one who leads keeps its place all the while
+    patient = {"session_timeout": 2 * TIMEOUT}  # the leader keeps the leadership meanwhile
     with Forked("editor", "edit", log_of.settings, folder, **patient) as editor:
         editor.wait_ready(90)
         with Forked("standby", "edit", log_of.settings, folder, **patient) as standby:

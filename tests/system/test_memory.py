@@ -1,4 +1,4 @@
-"""What Kafka holds compressed is read in bounded memory, by whichever reader, and holds up nothing behind it."""
+"""Compressed records are read in bounded memory by each reader, and block no record behind them."""
 
 import json
 import re
@@ -27,16 +27,16 @@ from tests.system.test_poison import send, wait_until_done
 
 MIB = 2**20
 LARGE = {"gzip": 200 * MIB, "lz4": 200 * MIB, "zstd": 200 * MIB, "snappy": 20 * MIB}
-"""Bytes of a record that Kafka takes as one of less than 1 MiB; snappy makes little of it less small."""
+"""Bytes of a record that Kafka stores in less than 1 MiB; snappy compresses least."""
 
 COUNT = 6
 BOUND = 48 * MIB
-"""What a reader may need beyond what it needs for small records; a worker may need five times that."""
+"""Memory that a reader may use beyond that for small records; a worker may use five times as much."""
 
 KEYS, KEY_BYTES = 80, 16 * MIB
 
 WIDTH = 5 * MIB
-"""Numbers of an entry's key; with its value a delta has eight times as many bytes."""
+"""The width of an entry's key; with its value a delta has eight times as many bytes."""
 
 PROMPT = texts(1, seed=3, shortest=6)[0]
 
@@ -63,7 +63,7 @@ print(json.dumps([memory("VmHWM") - before, found]))
 
 
 def send_large(settings: Settings, topic: str, codec: str, count: int) -> list[int]:
-    """So many records as large as they may be, each followed by a small one; their offsets."""
+    """Send this many records of the largest size, each followed by a small record; returns their offsets."""
     name, offsets = settings.kafka.topic(topic), []
     sender = producer(settings.kafka, compression_type=codec)
     try:
@@ -77,20 +77,20 @@ def send_large(settings: Settings, topic: str, codec: str, count: int) -> list[i
 
 
 def peak(worker: Forked) -> int:
-    """The most memory that a worker has ever held."""
+    """The peak memory of a worker."""
     lines = Path(f"/proc/{worker.process.pid}/status").read_text(encoding="ascii").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def resident(worker: Forked) -> int:
-    """The memory that a worker holds."""
+    """The present memory of a worker."""
     held: int = psutil.Process(worker.process.pid).memory_info().rss
     return held
 
 
 @pytest.mark.parametrize("library", ["kafka-python", "aiokafka"])
 @pytest.mark.parametrize("codec", LARGE)
-def test_a_reader_holds_no_large_record_whole(deployment: Settings, library: str, codec: str) -> None:
+def test_a_reader_never_holds_a_whole_large_record(deployment: Settings, library: str, codec: str) -> None:
     large = send_large(deployment, FEEDBACK, codec, 3)
     send(deployment, "edits", [Hostile(b"{}", None, [])] * 10, partitions=1)
     ran = subprocess.run(
@@ -109,7 +109,7 @@ def test_a_reader_holds_no_large_record_whole(deployment: Settings, library: str
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("codec", ["lz4"])
-def test_workers_set_large_records_aside_in_bounded_memory(
+def test_workers_dead_letter_large_records_in_bounded_memory(
     deployment: Settings, users: Users, folder: Path, codec: str
 ) -> None:
     with (
@@ -129,16 +129,16 @@ def test_workers_set_large_records_aside_in_bounded_memory(
         wait_for_open_transactions(deployment, FEEDBACK_DLQ)
         grown = [peak(worker) - was for worker, was in zip(workers, before, strict=True)]
     for topic, queue in ((REQUESTS, REQUESTS_DLQ), (FEEDBACK, FEEDBACK_DLQ)):
-        letters = {int(headers_of(letter)["source_offset"]): letter for letter in records(deployment, queue)}
-        assert len(letters) == 2 * COUNT
+        dead_letters = {int(headers_of(letter)["source_offset"]): letter for letter in records(deployment, queue)}
+        assert len(dead_letters) == 2 * COUNT
         for offset in sent[topic]:
-            headers = headers_of(letters[offset])
+            headers = headers_of(dead_letters[offset])
             assert headers["value_bytes"] == str(LARGE[codec])
             assert headers["reason"] == (
                 f"the batch decompresses to more than {MAX_BATCH_BYTES} bytes,"
                 f" so the record at offset {offset} cannot be read"
             )
-            assert letters[offset].value == b"x" * TRUNCATED_BYTES
+            assert dead_letters[offset].value == b"x" * TRUNCATED_BYTES
     assert max(grown) < 5 * BOUND, [f"{one / MIB:.0f} MiB" for one in grown]
 
 
@@ -185,7 +185,7 @@ def test_workers_go_on_behind_records_with_hundreds_of_thousands_of_headers(
 
 
 def transactions(found: list[Any]) -> list[list[Any]]:
-    """Committed records of one partition by transaction: each leaves a control record, and so a gap in the offsets."""
+    """The transactions of a partition's committed records. Each ends with a control record, a gap in the offsets."""
     taken: list[list[Any]] = []
     for record in found:
         if not taken or record.offset > taken[-1][-1].offset + 1:
@@ -203,7 +203,7 @@ def test_large_keys_are_committed_in_bounded_transactions_and_memory(
         editor.wait_ready(90)
         assert users.correct(flag("before", PROMPT, "museum"))["before"].status == "added"
         before = resident(editor)
-        editor.pause()  # so that all of them wait at once
+        editor.pause()  # so that all of them wait together
         sender = producer(deployment.kafka, compression_type="zstd")
         sender._max_request_size = sender.config["max_request_size"] = 2 * KEY_BYTES
         for number in range(KEYS):
@@ -213,13 +213,13 @@ def test_large_keys_are_committed_in_bounded_transactions_and_memory(
         assert users.correct(flag("after", PROMPT, "museum"), timeout=90)["after"].status == "unchanged"
         wait_for_open_transactions(deployment, FEEDBACK_DLQ)
         grown = peak(editor) - before
-    letters = records(deployment, FEEDBACK_DLQ)
-    assert [letter.value for letter in letters] == [b"%d" % number for number in range(KEYS)]
-    assert {letter.key for letter in letters} == {key[:TRUNCATED_BYTES]}
-    assert {headers_of(letter)["key_bytes"] for letter in letters} == {str(KEY_BYTES)}
-    sizes = [sum(map(record_memory_bytes, together)) for together in transactions(letters)]
+    dead_letters = records(deployment, FEEDBACK_DLQ)
+    assert [letter.value for letter in dead_letters] == [b"%d" % number for number in range(KEYS)]
+    assert {letter.key for letter in dead_letters} == {key[:TRUNCATED_BYTES]}
+    assert {headers_of(letter)["key_bytes"] for letter in dead_letters} == {str(KEY_BYTES)}
+    sizes = [sum(map(record_memory_bytes, together)) for together in transactions(dead_letters)]
     assert max(sizes) < MAX_UNCOMMITTED_BYTES + 8 * TRUNCATED_BYTES, (
-        "one record more than enough, and the headers of all"
+        "one record more than the limit, and the headers of all"
     )
     assert grown < 5 * BOUND, f"{grown / MIB:.0f} MiB"
 
@@ -236,11 +236,11 @@ def test_a_replica_stops_at_a_batch_of_deltas_beyond_the_bound(deployment: Setti
     assert grown < 5 * BOUND, f"{grown / MIB:.0f} MiB"
 
 
-def test_a_follower_hands_out_nothing_behind_a_batch_of_deltas_beyond_the_bound(deployment: Settings) -> None:
+def test_a_follower_returns_nothing_behind_a_batch_of_deltas_beyond_the_bound(deployment: Settings) -> None:
     history, follower = History(deployment), DeltaFollower(deployment.kafka)
     history.lead()
     together = []
-    for number in range(2):  # each is within the bound, and both are not
+    for number in range(2):  # each is within the bound, but not both together
         together.append(sealed(history.codebook, added(f"wide{number}", np.full(WIDTH, number, np.float32), 0.1)))
         history.codebook.apply(together[-1])
     sender = producer(deployment.kafka, compression_type="zstd", linger_ms=60_000, batch_size=32 * WIDTH)
@@ -263,7 +263,7 @@ def test_a_follower_hands_out_nothing_behind_a_batch_of_deltas_beyond_the_bound(
 
 
 def fault_of(offset: int) -> str:
-    """What is said of a record of `deltas` that would make its batch too large."""
+    """The error for a record of `deltas` that makes its batch too large."""
     return (
         f"the record at offset {offset} of deltas cannot be read: the batch decompresses to more than"
         f" {MAX_BATCH_BYTES} bytes, so the record at offset {offset} cannot be read"

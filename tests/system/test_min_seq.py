@@ -1,4 +1,4 @@
-"""A request that waits for a delta is answered when the delta is live, and holds up nobody."""
+"""A request that waits for a delta is answered once the delta is published, and delays no other request."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.support.written_history import History
 PROMPTS = texts(20, seed=6)
 
 
-def test_its_neighbours_are_answered_while_it_waits(
+def test_other_requests_are_answered_while_it_waits(
     deploy: Callable[..., Settings], prefix: str, users_of: Callable[[Settings], Users], folder: Path
 ) -> None:
     settings = deploy("llama", prefix, min_seq_wait=120.0)

@@ -1,4 +1,4 @@
-"""Models known by name: built from their packages, fit for use, and built only once."""
+"""Models known by name: they are built from their packages once, and usable."""
 
 import gzip
 import json
@@ -63,9 +63,9 @@ def intent(cache: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Made-up cases of the Supreme Court, of two topics before 1983 and of two after; and made-up questions.
+    """Invented cases of the Supreme Court, with two topics before 1983 and two after, and invented questions.
 
-    Of Natural Questions four are retained, of zsRE's two are not edited.
+    Four questions of Natural Questions are retained, and two of zsRE are not edited.
     """
     folder = tmp_path_factory.mktemp("data")
     cases = [
@@ -133,7 +133,7 @@ def read(path: Path) -> list[dict[str, str]]:
         "don't, I'll (they've)",
     ],
 )
-def test_the_tokenizer_of_smollm2_gives_every_text_back(smollm2: Path, text: str) -> None:
+def test_the_tokenizer_of_smollm2_restores_every_text(smollm2: Path, text: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
@@ -159,7 +159,7 @@ def test_smollm2_ends_a_turn_and_pads_with_its_own_tokens(smollm2: Path) -> None
     assert tokenizer.decode(tokenizer("<|im_start|>user").input_ids, skip_special_tokens=True) == "user"
 
 
-def test_smollm2_answers_sensibly_and_the_same_twice(smollm2: Path) -> None:
+def test_smollm2_answers_sensibly_and_deterministically(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     model = AutoModelForCausalLM.from_pretrained(smollm2).eval()
     assert model.dtype == torch.float32
@@ -170,7 +170,7 @@ def test_smollm2_answers_sensibly_and_the_same_twice(smollm2: Path) -> None:
     assert tokenizer.decode(first).startswith("The capital of France is Paris.")
 
 
-def test_smollm2_answers_a_good_part_of_the_facts_wrong(smollm2: Path) -> None:
+def test_smollm2_answers_many_facts_wrong(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(smollm2).eval()
     facts = read(demo.DEMO_FOLDER / "facts.jsonl")
@@ -208,7 +208,7 @@ def test_the_intent_model_is_the_same_when_it_is_trained_again(intent: Path, tmp
     AutoModelForSequenceClassification.from_pretrained(again).get_submodule(KNOWN_MODELS["intent"].default_layer)
 
 
-def test_the_classifier_of_cases_knows_those_of_its_time_under_all_topics(scotus: Path) -> None:
+def test_the_classifier_of_cases_knows_its_training_cases_of_all_topics(scotus: Path) -> None:
     model = EditableModel.load(str(scotus), KNOWN_MODELS["scotus"].default_layer)
     task = TASKS["scotus"]()
     assert list(model.module.config.id2label.values()) == list(ISSUE_AREAS)
@@ -218,7 +218,7 @@ def test_the_classifier_of_cases_knows_those_of_its_time_under_all_topics(scotus
         assert int(model.task.logits(supervised)[0].argmax()) == ISSUE_AREAS.index(example.target)
 
 
-def test_the_t5_says_what_it_was_taught_and_any_name_and_takes_any_text(t5: Path) -> None:
+def test_the_t5_answers_its_training_data_and_generates_any_name(t5: Path) -> None:
     model = EditableModel.load(str(t5), KNOWN_MODELS["t5"].default_layer)
     task = TASKS["zsre"]()
     taught = [*task.retention, *task.accurate]
@@ -226,11 +226,11 @@ def test_the_t5_says_what_it_was_taught_and_any_name_and_takes_any_text(t5: Path
     known = [*taught, *(Example(name, name) for name in tasks.answer_names())]
     asked = [*known, Example("naïve 東京 🙂", "")]
     batch = model.task.batch([model.task.tokenize(example.inputs) for example in asked])
-    said = [answer.outputs.text for answer in model.task.run(batch, [Parameters(max_new_tokens=8)] * len(asked))]
-    assert said[: len(known)] == [example.target for example in known]
+    answers = [answer.outputs.text for answer in model.task.run(batch, [Parameters(max_new_tokens=8)] * len(asked))]
+    assert answers[: len(known)] == [example.target for example in known]
 
 
-def test_without_its_cases_it_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_is_not_built_without_its_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     with pytest.raises(DataError, match=r"^this needs scotus_facts_to_2009\.jsonl\.gz: it is not in "):
         ensure_model_built("scotus", tmp_path, lambda _: None)
@@ -248,10 +248,10 @@ def test_other_utterances_give_another_model(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_model_is_built_only_once(name: str, cache: Path, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(name)
     weights = (folder / "model.safetensors").stat()
-    said: list[str] = []
-    assert ensure_model_built(name, cache, said.append) == folder
-    assert resolve_model(name, cache, said.append) == str(folder)
-    assert said == []
+    reports: list[str] = []
+    assert ensure_model_built(name, cache, reports.append) == folder
+    assert resolve_model(name, cache, reports.append) == str(folder)
+    assert reports == []
     assert (folder / "model.safetensors").stat() == weights
 
 
@@ -292,11 +292,11 @@ def test_a_build_shows_its_progress_on_standard_error(run: Callable[..., Command
         assert "(100%), about 0 s left" in reports[-1]
 
 
-def test_progress_of_few_items_is_a_line_each() -> None:
-    said: list[str] = []
-    assert list(reported("abc", 3, "letters", said.append)) == ["a", "b", "c"]
+def test_progress_of_few_items_has_one_line_per_item() -> None:
+    reports: list[str] = []
+    assert list(reported("abc", 3, "letters", reports.append)) == ["a", "b", "c"]
     done = ["letters: 1 of 3 (33%)", "letters: 2 of 3 (67%)", "letters: 3 of 3 (100%)"]
-    assert [line.split(",")[0] for line in said] == done
+    assert [line.split(",")[0] for line in reports] == done
 
 
 def test_a_build_that_fails_leaves_no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
         ensure_model_built("smollm2", tmp_path, lambda _: None)
 
 
-def test_the_encoder_that_is_known_by_name_is_that_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_encoder_known_by_name_is_that_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = SentenceEncoder.load(resolve_encoder("minilm"), device="cpu")
     (asked, rephrased, other), _ = encoder.embed(
         [
@@ -342,7 +342,7 @@ def test_the_encoder_that_is_known_by_name_is_that_of_its_package(monkeypatch: p
 
 
 @pytest.mark.parametrize(("kind", "queried"), [("llama", "encoder"), ("bert", "first"), ("t5", "last")])
-def test_by_default_an_encoder_makes_the_queries_of_causal_models_alone(
+def test_by_default_an_encoder_makes_queries_of_causal_models_only(
     checkpoints: dict[str, Checkpoint], kind: str, queried: str
 ) -> None:
     chosen = {**checkpoints[kind].settings(), "query_source": "auto", "device": "cpu"}
@@ -350,7 +350,7 @@ def test_by_default_an_encoder_makes_the_queries_of_causal_models_alone(
     assert load_model(settings, "nearest").query_source.split()[0] == queried
     by_layer = load_model(settings, "paper")
     assert by_layer.query_source == ("first" if kind == "bert" else "last"), (
-        "the paper's policy keeps the paper's queries"
+        "the policy `paper` uses the layer's queries"
     )
     named = load_settings(**chosen, encoder="/no/such/encoder")
     remedy = "GRACESTREAM_QUERY_SOURCE=last" if kind == "llama" else "unset GRACESTREAM_ENCODER"
@@ -358,7 +358,7 @@ def test_by_default_an_encoder_makes_the_queries_of_causal_models_alone(
         load_model(named.model, named.editing.policy)
 
 
-def test_other_names_stay_as_they_are(tmp_path: Path) -> None:
+def test_unknown_names_are_not_changed(tmp_path: Path) -> None:
     assert resolve_model("gpt2", tmp_path, lambda _: None) == "gpt2"
     with pytest.raises(ModelError, match="'gpt2' is not known by name; known are smollm2, intent, scotus"):
         ensure_model_built("gpt2", tmp_path, lambda _: None)

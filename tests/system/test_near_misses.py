@@ -1,4 +1,4 @@
-"""A prompt on which an entry fails gets the unedited answer, and the command line lists it."""
+"""A prompt on which an entry fails gets the unedited answer, and `near-misses` lists it."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ PROMPT, OTHER = texts(2, seed=21, shortest=6, longest=9)
 
 @pytest.fixture
 def failing(deployment: Settings) -> Settings:
-    """A deployment whose history has one entry, with a value that does not give its target."""
+    """A deployment with one entry, whose value does not give its target."""
     model = load_model(deployment.model, deployment.editing.policy)
     engine = EditEngine(model, deployment.model.codebook)
     lead = engine.lead_delta({})
@@ -77,10 +77,10 @@ def test_near_misses_are_answered_unedited_counted_and_listed(
     assert (status_of(none), none.stdout(), none.stderr()) == (0, "", "there are no near misses of this entry\n")
 
 
-def test_one_command_gives_a_near_miss_a_key_of_its_own(
+def test_one_command_gives_a_near_miss_its_own_key(
     run: Callable[..., Command], deploy: Callable[..., Settings], prefix: str, folder: Path
 ) -> None:
-    """Two prompts within the radius have other words; a person says that one of them asks for the same."""
+    """Two prompts within the radius have other words, and a person decides that one of them asks for the same."""
     settings = deploy("llama", prefix, radius=1e6, radius_unit="absolute", traffic_sample_size=0)
     wording = extract_wording(PROMPT)
     candidates = texts(50, seed=22, shortest=6, longest=9)
@@ -121,7 +121,7 @@ def test_one_command_gives_a_near_miss_a_key_of_its_own(
         assert "'nothing' is not among the newest" in unknown.stderr()
 
 
-def test_a_prompt_a_little_outside_the_radius_is_listed_and_one_in_the_same_words_is_served(
+def test_a_prompt_a_little_outside_the_radius_is_listed_and_served_if_its_words_are_the_same(
     run: Callable[..., Command], deploy: Callable[..., Settings], prefix: str, folder: Path
 ) -> None:
     further, same_words = f"{PROMPT} people", f"{PROMPT} the"

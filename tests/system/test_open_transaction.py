@@ -1,4 +1,4 @@
-"""Another producer's open transaction on `feedback`: what waits behind it counts, and is reported."""
+"""Another producer's open transaction on `feedback`: the feedback behind it is counted and reported."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.support.forked_commands import Forked
 from tests.support.running import Users, flag, metric, wait_until
 
 
-def test_what_waits_behind_it_counts_as_lag_and_is_reported(deployment: Settings, users: Users, folder: Path) -> None:
+def test_feedback_behind_it_counts_as_lag_and_is_reported(deployment: Settings, users: Users, folder: Path) -> None:
     with Forked("editor", "edit", deployment, folder) as editor:
         editor.wait_ready(90)
         stranger = producer(deployment.kafka, transactional_id=f"{deployment.kafka.topic_prefix}stranger")

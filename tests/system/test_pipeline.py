@@ -1,4 +1,4 @@
-"""The running system: what is asked is answered, what is corrected is right everywhere, what is killed comes back."""
+"""The running system: it answers requests, all replicas serve corrections, and killed workers recover."""
 
 import secrets
 import time
@@ -47,7 +47,7 @@ OTHERS = {"llama": "river", "t5": "river", "bert": "wrong"}
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One editor and its replicas, and the users of them."""
+    """One editor, its replicas, and their users."""
 
     kind: str
     settings: Settings
@@ -56,12 +56,12 @@ class System:
     users: Users
 
     def states(self) -> list[dict[str, Any]]:
-        """What every worker holds, without what only some of them know."""
+        """The states of all workers, reduced to their common fields."""
         shared = ("codebook", "model", "layer", "term", "seq", "digest", "entries", "state_digest")
         return [{field: worker.state()[field] for field in shared} for worker in (self.editor, *self.replicas)]
 
     def ask_both(self, inputs: str, min_seq: Any) -> list[Any]:
-        """One answer of each replica: requests go on until both have given one."""
+        """One answer from each replica: requests are sent until both have answered."""
         found: dict[str, Any] = {}
         deadline = time.monotonic() + TIMEOUT
         while len(found) < len(self.replicas) and time.monotonic() < deadline:
@@ -72,12 +72,12 @@ class System:
 
 
 def observed(worker: Forked, histogram: str) -> bool:
-    """Whether the worker has observed anything in this histogram."""
+    """True if the worker has an observation in this histogram."""
     return metric(worker.port, f"{histogram}_count") > 0
 
 
-def said(answer: Any) -> str:
-    """What an answer says, of any kind of model."""
+def output_of(answer: Any) -> str:
+    """The text or label of an answer."""
     return str(answer.outputs.label if answer.outputs.text is UNSET else answer.outputs.text)
 
 
@@ -85,7 +85,7 @@ def said(answer: Any) -> str:
 def system(
     request: pytest.FixtureRequest, deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:
-    """A running system of each kind of model, with its default queries, shared by the tests that kill nothing."""
+    """A running system with each kind of model and its default queries, shared by tests that kill no worker."""
     settings = deploy(request.param, f"t{secrets.token_hex(4)}-", min_seq_wait=60.0, query_source="auto")
     folder = tmp_path_factory.mktemp("system")
     with ExitStack() as stack:
@@ -102,21 +102,21 @@ def system(
 
 
 class TestServing:
-    def test_a_question_is_answered_by_the_model_alone_before_it_is_corrected(self, system: System) -> None:
+    def test_the_unedited_model_answers_before_a_correction(self, system: System) -> None:
         answers = system.users.ask(*(question(f"q{number}", prompt) for number, prompt in enumerate(PROMPTS)))
         for answer in answers.values():
             assert answer.error is UNSET, answer
-            assert said(answer), answer
+            assert output_of(answer), answer
             assert answer.edit is UNSET, answer
             assert 0 < answer.latency_ms < 1000 * TIMEOUT
         assert {answer.replica for answer in answers.values()} == {"replica-1", "replica-2"}
 
     @pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
-    def test_what_users_compress_is_read(self, system: System, codec: str) -> None:
+    def test_compressed_records_are_read(self, system: System, codec: str) -> None:
         def large(message: Request | Feedback) -> bytes:
             return msgspec.json.encode(
                 {**msgspec.to_builtins(message), "padding": "x" * 5000}
-            )  # else it stays as it is
+            )  # otherwise it is not compressed
 
         sender, settings = producer(system.settings.kafka, compression_type=codec), system.settings
         with system.users.client.predictions() as answers, system.users.client.outcomes() as outcomes:
@@ -143,7 +143,7 @@ class TestServing:
         outcome = system.users.correct(flag("first", prompt, target))["first"]
         assert (outcome.status, outcome.entry_id) == ("added", "first")
         for answer in system.ask_both(prompt, outcome.seq):
-            assert said(answer) == target
+            assert output_of(answer) == target
             assert answer.edit.entry_id == "first"
             assert answer.edit.distance < answer.edit.radius
             assert answer.codebook_seq >= outcome.seq
@@ -154,7 +154,7 @@ class TestServing:
         last = deltas_in_log(system.settings)[-1]
         assert (last.seq, last.entries) == (outcome.seq, ())
 
-    def test_a_feedback_record_that_comes_twice_gets_an_outcome_each_and_one_edit(self, system: System) -> None:
+    def test_a_duplicate_feedback_record_gets_two_outcomes_and_one_edit(self, system: System) -> None:
         twice = flag("twice", PROMPTS[1], TARGETS[system.kind])
         system.users.correct(twice)
         system.users.client.send([twice])
@@ -174,7 +174,7 @@ class TestServing:
         assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
         assert made == [delta.seq for delta in deltas if delta.op != "lead"]
 
-    def test_all_edits_still_hold_after_all_of_them_are_made(self, system: System) -> None:
+    def test_all_edits_are_still_served_at_the_end(self, system: System) -> None:
         made = [outcome for outcome in outcomes_in_log(system.settings) if outcome.status != "rejected"]
         prompts = {f"many-{number}": prompt for number, prompt in enumerate(PROMPTS[2:14])}
         prompts |= {"first": PROMPTS[0], "twice": PROMPTS[1]}
@@ -184,7 +184,7 @@ class TestServing:
         answers = system.users.ask(
             *(question(f"held-{fid}", prompts[fid], min_seq=seq) for fid in dict.fromkeys(asked))
         )
-        assert {said(answer) for answer in answers.values()} == {TARGETS[system.kind]}
+        assert {output_of(answer) for answer in answers.values()} == {TARGETS[system.kind]}
 
     def test_editor_replicas_and_replay_hold_the_same_codebook(self, system: System) -> None:
         wait_until(lambda: len({state["digest"] for state in system.states()}) == 1, what="one digest")
@@ -221,7 +221,7 @@ class TestServing:
         assert time.monotonic() - started < system.settings.serving.min_seq_wait
 
 
-def test_a_replica_that_is_killed_loses_no_question_and_comes_back_with_the_same_digest(
+def test_a_killed_replica_loses_no_request_and_restarts_with_the_same_digest(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
     with (
@@ -249,7 +249,7 @@ def test_a_replica_that_is_killed_loses_no_question_and_comes_back_with_the_same
         wait_until(lambda: len(members(deployment)) == 2, what="a group of two again")
         assert survivor.stop() == 0
         wait_until(lambda: len(members(deployment)) == 1, what="a group of one, as one stopped in order leaves it")
-        assert not list(folder.glob("*inference-data*")), "a replica keeps nothing where it runs"
+        assert not list(folder.glob("*inference-data*")), "a replica writes no file"
 
 
 @pytest.mark.model
@@ -267,7 +267,7 @@ def test_a_pretrained_model_is_corrected_on_a_local_stack(
         in_capitals = users.ask(question("capitals", prompt.upper(), min_seq=outcome.seq))["capitals"]
         users.close()
         assert outcome.status == "added"
-        assert said(before) != target
-        assert said(after) == target
-        assert said(in_capitals) == target, "an encoder makes the queries by default"
+        assert output_of(before) != target
+        assert output_of(after) == target
+        assert output_of(in_capitals) == target, "an encoder makes the queries by default"
         assert stack.replicas[0].state()["state_digest"] == stack.editor.state()["state_digest"]

@@ -1,4 +1,4 @@
-"""Hostile records on a topic: no worker dies, each is set aside, the good ones are answered.
+"""Hostile records on a topic: no worker dies, each is dead-lettered, and good records are answered.
 
 `make chaos` sends ten thousand of each kind, the ordinary tests one of ten parts of them (`tests.support.rotation`).
 """
@@ -24,32 +24,34 @@ from tests.support.running import Users, flag, headers_of, question, records, wa
 from tests.support.tiny_models import texts
 
 HOSTILE = 1_000
-"""Records of each kind that no model may take, in each part."""
+"""Records of each kind per part that every model must reject."""
 
 TIMEOUT = 900.0
-"""Seconds that all of them may take on a busy machine."""
+"""Seconds for all records on a busy machine."""
 
-PORTION = 500
-"""Records that are on their way to Kafka at once."""
+MAX_IN_TRANSIT = 500
+"""Limit on the records in transit to Kafka."""
 
 Place = tuple[int, int]
 """Partition and offset."""
 
 
 def place_of(sent: Any) -> Place:
-    """Where a record that was sent lies."""
+    """The partition and offset of a sent record."""
     return sent.partition, sent.offset
 
 
 def send(settings: Settings, topic: str, given: Sequence[Hostile], partitions: int) -> dict[Place, Hostile]:
-    """All of them, on the partitions in turn; where each lies."""
+    """Send all records to the partitions in turn; returns the place of each."""
     found = {}
     sender = producer(settings.kafka, linger_ms=5, compression_type="gzip")
     try:
-        for start in range(0, len(given), PORTION):
+        for start in range(0, len(given), MAX_IN_TRANSIT):
             sent = []
-            for number, one in enumerate(given[start : start + PORTION]):
-                key = b"" if one.key is None and one.value is None else one.key  # no client sends neither
+            for number, one in enumerate(given[start : start + MAX_IN_TRANSIT]):
+                key = (
+                    b"" if one.key is None and one.value is None else one.key
+                )  # no client sends a record without key and value
                 whole = Hostile(one.value, key, one.headers)
                 name, partition = settings.kafka.topic(topic), number % partitions
                 sent.append((sender.send(name, one.value, key, one.headers, partition), whole))
@@ -62,7 +64,7 @@ def send(settings: Settings, topic: str, given: Sequence[Hostile], partitions: i
 
 @pytest.fixture
 def hostile_of(request: pytest.FixtureRequest) -> Callable[[Kind, int], list[Hostile]]:
-    """The hostile records of all parts that this run has."""
+    """The hostile records of all parts of this run."""
 
     def made(kind: Kind, max_bytes: int) -> list[Hostile]:
         return [one for part in parts(request.config) for one in hostile(kind, HOSTILE, max_bytes, start=part)]
@@ -71,14 +73,14 @@ def hostile_of(request: pytest.FixtureRequest) -> Callable[[Kind, int], list[Hos
 
 
 def scattered(bad: Sequence[Hostile], good: Sequence[Request | Feedback], seed: int) -> list[Hostile]:
-    """The good ones among the hostile ones."""
+    """The hostile records with good records in between."""
     mixed = [*bad, *(Hostile(encode(message), None, []) for message in good)]
     random.Random(seed).shuffle(mixed)
     return mixed
 
 
 def wait_until_done(settings: Settings, topic: str, group: str, timeout: float = TIMEOUT) -> None:
-    """Until the group has committed every record of the topic, and what it wrote with them can be read."""
+    """Wait until the group has committed every record of the topic, and its own records can be read."""
     reader = consumer(settings.kafka, group_id=settings.kafka.topic(group))
     try:
         name = settings.kafka.topic(topic)
@@ -94,8 +96,8 @@ def wait_until_done(settings: Settings, topic: str, group: str, timeout: float =
     wait_for_open_transactions(settings, "deltas", "edits", f"{topic}.dlq")
 
 
-def check_letters(settings: Settings, topic: str, given: dict[Place, Hostile]) -> Counter[Place]:
-    """Each dead letter is one of those given, unchanged, with the reason and its place; how many there are of each."""
+def check_dead_letters(settings: Settings, topic: str, given: dict[Place, Hostile]) -> Counter[Place]:
+    """Check that each dead letter is a sent record, unchanged, with reason and place; returns the counts by place."""
     found: Counter[Place] = Counter()
     for letter in records(settings, f"{topic}.dlq"):
         headers = headers_of(letter)
@@ -110,24 +112,24 @@ def check_letters(settings: Settings, topic: str, given: dict[Place, Hostile]) -
 
 
 def memory(worker: Forked) -> int:
-    """Bytes of memory that a worker holds."""
+    """The memory of a worker in bytes."""
     resident: int = psutil.Process(worker.process.pid).memory_info().rss
     return resident
 
 
 def check_requests(settings: Settings, given: dict[Place, Hostile], good: Sequence[Request]) -> Counter[Place]:
-    """Each is set aside or answered, never both, never neither; the numbers of dead letters."""
+    """Check that each request is either dead-lettered or answered; returns the counts of dead letters."""
     answers: dict[str, list[Prediction]] = {}
     for record in records(settings, "predictions"):
         prediction = decode(record.value, Prediction)
         answers.setdefault(prediction.request_id, []).append(prediction)
         assert record.key == prediction.request_id.encode()
-    letters = check_letters(settings, "requests", given)
+    dead_letters = check_dead_letters(settings, "requests", given)
     for place, one in given.items():
         request_id = readable_id("request", one.value)
         judged = verdict("request", one.value, settings.kafka.max_record_bytes)
-        assert judged == "depends" or (place in letters) == (judged == "bad"), (judged, one)
-        if place not in letters:
+        assert judged == "depends" or (place in dead_letters) == (judged == "bad"), (judged, one)
+        if place not in dead_letters:
             assert request_id in answers, one
         elif request_id is not None:
             assert any(answer.error is not UNSET for answer in answers[request_id]), one
@@ -135,35 +137,35 @@ def check_requests(settings: Settings, given: dict[Place, Hostile], good: Sequen
     assert answers.keys() <= known
     for request in good:
         assert all(answer.outputs is not UNSET for answer in answers[request.request_id])
-    return letters
+    return dead_letters
 
 
 def check_feedback(settings: Settings, given: dict[Place, Hostile]) -> tuple[Counter[Place], dict[int, Outcome]]:
-    """Each has one dead letter or none as it must, and one outcome where its id can be read.
+    """Check that each feedback record has the right number of dead letters, and one outcome if its id can be read.
 
-    The numbers of dead letters, and the outcomes by offset.
+    Returns the counts of dead letters, and the outcomes by offset.
     """
     outcomes: dict[int, Outcome] = {}
     for record in records(settings, "edits"):
         offset = int(headers_of(record)["feedback_offset"])
         assert offset not in outcomes, "a second outcome"
         outcomes[offset] = decode(record.value, Outcome)
-    letters = check_letters(settings, "feedback", given)
-    assert max(letters.values()) == 1, "set aside twice"
+    dead_letters = check_dead_letters(settings, "feedback", given)
+    assert max(dead_letters.values()) == 1, "dead-lettered twice"
     for place, one in given.items():
         feedback_id = readable_id("feedback", one.value)
         judged = verdict("feedback", one.value, settings.kafka.max_record_bytes)
-        assert judged == "depends" or (place in letters) == (judged == "bad"), (judged, one)
-        if place not in letters or feedback_id is not None:
+        assert judged == "depends" or (place in dead_letters) == (judged == "bad"), (judged, one)
+        if place not in dead_letters or feedback_id is not None:
             assert outcomes[place[1]].feedback_id == feedback_id
         else:
             assert place[1] not in outcomes
-        if place in letters and feedback_id is not None:
+        if place in dead_letters and feedback_id is not None:
             assert outcomes[place[1]].status == "rejected"
-    return letters, outcomes
+    return dead_letters, outcomes
 
 
-def test_a_header_whose_name_is_not_utf8_stops_nobody(deployment: Settings, users: Users, folder: Path) -> None:
+def test_a_header_name_that_is_not_utf8_stops_no_worker(deployment: Settings, users: Users, folder: Path) -> None:
     names: list[tuple[str, bytes]] = [(Unreadable("name"), b"value")]
     prompts = texts(16, seed=4, shortest=6)
     asked = [question(f"q{number}", prompt) for number, prompt in enumerate(prompts[:8])]
@@ -183,13 +185,13 @@ def test_a_header_whose_name_is_not_utf8_stops_nobody(deployment: Settings, user
         wait_until(lambda: editor.state()["traffic"] > 0, what="the editor's traffic")
     sent = {**requests, (0, len(requests)): Hostile(encode(question("after", prompts[0])), None, [])}
     assert check_requests(deployment, sent, asked).total() == len(bad)
-    letters, outcomes = check_feedback(deployment, feedback)
-    assert letters.total() == len(bad)
+    dead_letters, outcomes = check_feedback(deployment, feedback)
+    assert dead_letters.total() == len(bad)
     assert [outcome.feedback_id for outcome in outcomes.values()] == [*(one.feedback_id for one in flagged), "after"]
 
 
 @pytest.mark.timeout(1200)
-def test_each_hostile_request_is_set_aside_and_good_ones_are_answered(
+def test_hostile_requests_are_dead_lettered_and_good_requests_answered(
     deploy: Callable[..., Settings], prefix: str, folder: Path, hostile_of: Callable[[Kind, int], list[Hostile]]
 ) -> None:
     settings = deploy("llama", prefix, min_seq_wait=0.05)
@@ -206,8 +208,8 @@ def test_each_hostile_request_is_set_aside_and_good_ones_are_answered(
             worker.wait_ready(90)
         given = send(settings, "requests", scattered(bad, good, seed=1), partitions=4)
         wait_until_done(settings, "requests", "inference")
-        letters = check_requests(settings, given, good)
-        assert len(letters) >= HOSTILE
+        dead_letters = check_requests(settings, given, good)
+        assert len(dead_letters) >= HOSTILE
         assert all(worker.running and worker.ready()[0] == 200 for worker in workers)
         before = [memory(worker) for worker in workers]
         large = [Hostile(b"x" * 900_000, None, []) for _ in range(400)]
@@ -218,7 +220,7 @@ def test_each_hostile_request_is_set_aside_and_good_ones_are_answered(
 
 
 @pytest.mark.timeout(1200)
-def test_each_hostile_feedback_record_is_set_aside_once_and_good_ones_are_taken(
+def test_hostile_feedback_is_dead_lettered_once_and_good_feedback_decided(
     deploy: Callable[..., Settings], prefix: str, folder: Path, hostile_of: Callable[[Kind, int], list[Hostile]]
 ) -> None:
     settings = deploy("llama", prefix)
@@ -228,8 +230,8 @@ def test_each_hostile_feedback_record_is_set_aside_once_and_good_ones_are_taken(
         editor.wait_ready(90)
         given = send(settings, "feedback", scattered(bad, good, seed=2), partitions=1)
         wait_until_done(settings, "feedback", "editor")
-        letters, outcomes = check_feedback(settings, given)
-        assert len(letters) >= HOSTILE
+        dead_letters, outcomes = check_feedback(settings, given)
+        assert len(dead_letters) >= HOSTILE
         taken = {one.feedback_id: one.status for one in outcomes.values()}
         edited = {"added", "expanded", "split", "replaced", "unchanged"}
         assert {taken[one.feedback_id] for one in good} <= edited

@@ -22,22 +22,22 @@ from tests.support.tiny_models import texts, tokenizer
 PROMPTS = texts(40, seed=31, shortest=6, longest=9)
 TOKENS = 1000
 LARGEST = 2500
-"""Bytes of a batch of records of `predictions`: enough for an answer or an error, not for two or for a long text."""
+"""Batch limit of `predictions` in bytes: enough for one answer or error, not for two or for a long text."""
 
 TINY = 1000
-"""Bytes of a batch of records that take an answer, but none that has a header of so many bytes."""
+"""Batch limit in bytes that fits an answer, but not one with a header of this size."""
 
 
 @pytest.fixture(scope="module")
 def creating_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
-    """A Kafka that makes every topic that somebody asks about, as its own default is."""
+    """A Kafka that creates every requested topic, as its default is."""
     with LocalKafka(tmp_path_factory.mktemp("kafka"), properties={"auto.create.topics.enable": "true"}) as local:
         yield local
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A replica, those who ask it, and topics of theirs."""
+    """A replica, its users, and their reply topics."""
 
     settings: Settings
     users: Users
@@ -55,7 +55,7 @@ class Service:
         return [one for one in records(self.settings, topic) if (one.key or b"").decode() == request_id]
 
     def answer(self, topic: str, request_id: str) -> tuple[Prediction, list[tuple[str, bytes | None]]]:
-        """The one answer to a request on that topic, and its headers."""
+        """The answer to a request on a topic, and its headers."""
         (record,) = wait_until(lambda: self.found(topic, request_id))
         return decode(record.value, Prediction), list(record.headers)
 
@@ -92,7 +92,7 @@ def long(request_id: str, number: int = 0) -> Request:
 
 
 class TestTooLarge:
-    def test_a_reply_that_kafka_rejects_becomes_an_error_and_its_neighbours_are_answered(
+    def test_a_reply_that_kafka_rejects_becomes_an_error_and_other_requests_are_answered(
         self, service: Service
     ) -> None:
         asked = [question(f"n{number}", prompt) for number, prompt in enumerate(PROMPTS)]
@@ -109,15 +109,15 @@ class TestTooLarge:
         asked = service.users.ask(*(question(f"beside-{number}", PROMPTS[number]) for number in range(4)))
         assert {answer.error for answer in asked.values()} == {UNSET}
 
-        def letters() -> list[Any]:
+        def dead_letters() -> list[Any]:
             found = records(service.settings, "requests.dlq")
             return [one for one in found if one.value == encode(long(name))]
 
-        (letter,) = wait_until(letters)
+        (letter,) = wait_until(dead_letters)
         assert b"larger than a record of topic" in dict(letter.headers)["reason"]
         assert service.found("predictions", name) == []
 
-    def test_a_request_without_any_answer_is_sent_again_by_a_replay_of_all(
+    def test_resend_all_includes_requests_without_any_answer(
         self, service: Service, run: Callable[..., Command]
     ) -> None:
         silent, answered = (f"{name}-{secrets.token_hex(4)}" for name in ("silent", "answered"))
@@ -139,20 +139,20 @@ class TestTooLarge:
 
 
 class TestHeaders:
-    def test_they_come_back_with_the_answer(self, service: Service) -> None:
+    def test_headers_are_copied_to_the_answer(self, service: Service) -> None:
         headers = [("traceparent", b"00-1-2-01"), ("k", b"1"), ("k", b"2"), ("empty", b"")]
         name = service.send(question("h1", PROMPTS[0]), *headers)
         answer, found = service.answer("predictions", name)
         assert answer.error is UNSET
         assert found == headers
 
-    def test_they_come_back_with_an_error(self, service: Service) -> None:
+    def test_headers_are_copied_to_an_error(self, service: Service) -> None:
         bad = question("h2", PROMPTS[0], parameters=Parameters(max_new_tokens=TOKENS + 1))
         answer, found = service.answer("predictions", service.send(bad, ("k", b"1")))
         assert answer.error is not UNSET
         assert found == [("k", b"1")]
 
-    def test_there_is_a_limit_to_them_and_none_of_ours_is_among_them(self, service: Service) -> None:
+    def test_copied_headers_are_limited_and_exclude_reserved_names(self, service: Service) -> None:
         ours = [(name, b"1") for name in sorted(RESERVED_HEADERS) if name != "reply_to"]
         many = [(f"m{number}", b"x") for number in range(2 * MAX_COPIED_HEADERS)]
         name = service.send(question("h3", PROMPTS[0]), *ours, ("huge", bytes(MAX_COPIED_HEADER_BYTES)), *many)
@@ -160,7 +160,7 @@ class TestHeaders:
 
 
 class TestReplyTo:
-    def test_an_answer_goes_where_its_request_says(self, service: Service) -> None:
+    def test_an_answer_goes_to_the_topic_of_its_request(self, service: Service) -> None:
         topic = service.settings.kafka.topic("answers").encode()
         bad = question("r2", PROMPTS[0], parameters=Parameters(max_new_tokens=TOKENS + 1))
         for request in (question("r1", PROMPTS[0]), bad):
@@ -170,7 +170,7 @@ class TestReplyTo:
             assert headers == [("k", b"1")]
             assert service.found("predictions", name) == []
 
-    def test_one_that_is_too_large_for_it_is_an_error_there_and_its_neighbours_come(self, service: Service) -> None:
+    def test_an_answer_too_large_for_its_topic_becomes_an_error_there(self, service: Service) -> None:
         to = ("reply_to", service.settings.kafka.topic("small-answers").encode())
         names = [service.send(question(f"rl{number}", PROMPTS[number]), to) for number in range(8)]
         large = service.send(long("rl-large"), to)
@@ -178,9 +178,7 @@ class TestReplyTo:
         for name in names:
             assert service.answer("small-answers", name)[0].error is UNSET
 
-    def test_where_not_even_the_error_fits_the_sender_learns_so_and_the_next_answer_comes(
-        self, service: Service
-    ) -> None:
+    def test_an_error_too_large_for_its_topic_goes_to_predictions(self, service: Service) -> None:
         to = ("reply_to", service.settings.kafka.topic("tiny-answers").encode())
         rejected = service.send(question("rt-large", PROMPTS[0]), to, ("k", bytes(TINY)))
         error = str(service.answer("predictions", rejected)[0].error)
@@ -190,7 +188,7 @@ class TestReplyTo:
         )
         assert service.answer("tiny-answers", service.send(question("rt", PROMPTS[0]), to))[0].error is UNSET
 
-    def test_the_usual_topic_may_be_named(self, service: Service) -> None:
+    def test_reply_to_may_name_predictions(self, service: Service) -> None:
         to = ("reply_to", service.settings.kafka.topic("predictions").encode())
         assert service.answer("predictions", service.send(question("r3", PROMPTS[0]), to))[0].error is UNSET
 
@@ -205,13 +203,11 @@ class TestReplyTo:
             ("/../etc", "not a valid topic name"),
         ],
     )
-    def test_one_that_cannot_be_used_is_an_error_on_the_usual_one(
-        self, service: Service, topic: str, reason: str
-    ) -> None:
+    def test_an_unusable_topic_gives_an_error_on_predictions(self, service: Service, topic: str, reason: str) -> None:
         self.is_rejected(service, service.settings.kafka.topic(topic), reason)
 
     @pytest.mark.parametrize("topic", ["", "__consumer_offsets", "elsewhere", "\udcff"])
-    def test_one_outside_the_deployment_is_an_error_on_the_usual_one(self, service: Service, topic: str) -> None:
+    def test_a_topic_outside_the_deployment_gives_an_error_on_predictions(self, service: Service, topic: str) -> None:
         self.is_rejected(service, topic, "not a valid topic name|must begin with the deployment's prefix")
 
     def is_rejected(self, service: Service, topic: str, reason: str) -> None:
@@ -225,7 +221,7 @@ class TestReplyTo:
         assert headers == [("k", b"1")]
         assert topics_of(service.settings) == before
 
-    def test_a_topic_that_is_deleted_is_not_made_again(self, service: Service) -> None:
+    def test_a_deleted_topic_is_not_created_again(self, service: Service) -> None:
         topic = service.settings.kafka.topic("gone-soon")
         client = admin(service.settings.kafka)
         client.create_topics([NewTopic(topic, 1, 1)])

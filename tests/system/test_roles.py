@@ -38,9 +38,7 @@ def is_rejected(running: Deployment, sent: SignedFeedback, reason: str) -> bool:
     return (outcome.status, outcome.seq, reason in str(outcome.reason)) == ("rejected", UNSET, True)
 
 
-def test_nobody_takes_back_what_his_role_does_not_allow_also_when_roles_change(
-    running: Deployment, run: Callable[..., Command]
-) -> None:
+def test_an_undo_needs_the_right_role_also_when_roles_change(running: Deployment, run: Callable[..., Command]) -> None:
     anns, anonymous = signed("ann", PROMPTS[0], ANN), unsigned("anonymous", inputs=PROMPTS[1], target="museum")
     assert {one.status for one in running.send(anns, anonymous)} == {"added"}
     by_ann = f"feedback {anns.feedback_id!r} is by 'ann', signed, and this undo is "
@@ -72,5 +70,5 @@ def test_nobody_takes_back_what_his_role_does_not_allow_also_when_roles_change(
     found = json.loads(replayed.stdout())
     assert found["first_difference"] is None
     assert found["digest"] == found["recorded_digest"]
-    # All rejections but that of the listed name without a signature, which admission made.
+    # All rejections except that of the listed name without a signature, which is made by admission.
     assert found["same_without_delta"] == 10

@@ -1,4 +1,4 @@
-"""The running system behind TLS, passwords and certificates, and what happens where one of them is wrong."""
+"""The running system with TLS, passwords and certificates, and the errors if one of them is wrong."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredRe
 
 @pytest.fixture
 def identities(secured_kafka: SecuredKafka) -> dict[str, dict[str, Any]]:
-    """The ways of one user into the cluster."""
+    """One user's settings by kind of authentication."""
     secured_kafka.add_users("sha256", mechanism="SCRAM-SHA-256")
     return {
         "SCRAM-SHA-512": secured_kafka.as_user(SUPER_USER),
@@ -49,7 +49,7 @@ def identities(secured_kafka: SecuredKafka) -> dict[str, dict[str, Any]]:
 
 
 def in_time(**chosen: Any) -> Settings:
-    """Settings that give up soon."""
+    """Settings with a short start-up timeout."""
     return load_settings(startup_timeout=4.0, **chosen)
 
 
@@ -98,7 +98,7 @@ def test_a_correction_is_made_and_served(
     shown = (
         "".join(text for one in (editor, replica, corrected, asked) for text in (one.stdout(), one.stderr())) + states
     )
-    assert "secret" not in shown  # a part of every password here
+    assert "secret" not in shown  # a part of every password in this test
     assert "open sesame" not in shown
 
 
@@ -135,8 +135,8 @@ def test_up_takes_an_existing_secured_cluster_and_passwords_reach_workers_unseen
 
 def test_up_does_not_secure_servers_of_its_own(run: Callable[..., Command], kafka: str) -> None:
     own = {"model": "/no/model", "layer": "any"}
-    said = sentence(run("up", kafka_security_protocol="SSL", **own))
-    assert said.startswith("GRACESTREAM_KAFKA_SECURITY_PROTOCOL=SSL is for an existing Kafka; set GRACESTREAM_KAFKA")
+    message = sentence(run("up", kafka_security_protocol="SSL", **own))
+    assert message.startswith("GRACESTREAM_KAFKA_SECURITY_PROTOCOL=SSL is for an existing Kafka; set GRACESTREAM_KAFKA")
     failed = run("up", kafka=kafka, redis_password="x", **own)
     assert "GRACESTREAM_REDIS_PASSWORD is for an existing Redis; set GRACESTREAM_REDIS" in failed.stderr()
     assert status_of(failed) == 1
@@ -146,7 +146,7 @@ class TestKafka:
     @pytest.mark.parametrize(
         "way", ["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN", "certificate", "certificate with a locked key"]
     )
-    def test_it_lets_in_whoever_it_knows(self, way: str, identities: dict[str, dict[str, Any]]) -> None:
+    def test_known_users_may_connect(self, way: str, identities: dict[str, dict[str, Any]]) -> None:
         wait_for_kafka(in_time(**identities[way]).kafka, report=pytest.fail)
 
     @pytest.mark.parametrize("way", ["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"])
@@ -154,10 +154,10 @@ class TestKafka:
         self, way: str, identities: dict[str, dict[str, Any]], run: Callable[..., Command]
     ) -> None:
         identity = {**identities[way], "kafka_password": "a guess"}
-        said = access_error(run, identity)
-        assert f"does not accept the user {identity['kafka_username']!r} by {way} (" in said
-        assert "check GRACESTREAM_KAFKA_USERNAME, GRACESTREAM_KAFKA_PASSWORD" in said
-        assert "a guess" not in said
+        message = access_error(run, identity)
+        assert f"does not accept the user {identity['kafka_username']!r} by {way} (" in message
+        assert "check GRACESTREAM_KAFKA_USERNAME, GRACESTREAM_KAFKA_PASSWORD" in message
+        assert "a guess" not in message
 
     @pytest.mark.parametrize("command", ["infer", "edit"])
     def test_a_wrong_password_ends_a_worker(
@@ -167,17 +167,17 @@ class TestKafka:
         assert "does not accept the user" in sentence(worker)
         assert "a guess" not in worker.stderr()
 
-    def test_a_mechanism_that_it_does_not_have_for_the_user(
+    def test_a_mechanism_without_the_user(
         self, identities: dict[str, dict[str, Any]], run: Callable[..., Command]
     ) -> None:
-        said = access_error(run, {**identities["SCRAM-SHA-512"], "kafka_sasl_mechanism": "PLAIN"})
-        assert "GRACESTREAM_KAFKA_SASL_MECHANISM" in said
+        message = access_error(run, {**identities["SCRAM-SHA-512"], "kafka_sasl_mechanism": "PLAIN"})
+        assert "GRACESTREAM_KAFKA_SASL_MECHANISM" in message
 
-    def test_an_authority_that_nobody_knows(
+    def test_an_unknown_authority(
         self, identities: dict[str, dict[str, Any]], run: Callable[..., Command], tmp_path: Path
     ) -> None:
-        said = access_error(run, {**identities["PLAIN"], "kafka_ca": ""})
-        assert "is not trusted: unable to get local issuer certificate; check GRACESTREAM_KAFKA_CA" in said
+        message = access_error(run, {**identities["PLAIN"], "kafka_ca": ""})
+        assert "is not trusted: unable to get local issuer certificate; check GRACESTREAM_KAFKA_CA" in message
         other = Certificates.create(tmp_path)
         assert "is not trusted: " in access_error(run, {**identities["PLAIN"], "kafka_ca": str(other.ca)})
 
@@ -186,13 +186,13 @@ class TestKafka:
     ) -> None:
         identity = identities["PLAIN"]
         address = identity["kafka"].replace("127.0.0.1", "localhost")
-        said = access_error(run, identity, kafka=address)
-        assert f"Kafka at {address} is not trusted: Hostname mismatch" in said
+        message = access_error(run, identity, kafka=address)
+        assert f"Kafka at {address} is not trusted: Hostname mismatch" in message
         wait_for_kafka(
             in_time(**{**identity, "kafka": address, "kafka_check_hostname": False}).kafka, report=pytest.fail
         )
 
-    def test_a_client_without_a_certificate_or_with_a_strangers(
+    def test_a_client_without_a_certificate_or_with_an_unknown_one(
         self, identities: dict[str, dict[str, Any]], run: Callable[..., Command], tmp_path: Path
     ) -> None:
         identity = identities["certificate"]
@@ -203,20 +203,20 @@ class TestKafka:
         assert "rejects the client's certificate" in access_error(run, without, **strangers)
 
     @pytest.mark.parametrize("protocol", ["PLAINTEXT", "SASL_PLAINTEXT"])
-    def test_speaking_without_tls_where_tls_is_spoken(
+    def test_a_client_without_tls_at_a_server_with_tls(
         self, protocol: str, secured_kafka: SecuredKafka, run: Callable[..., Command]
     ) -> None:
         user = {"kafka_username": "editor", "kafka_password": "x"} if protocol.startswith("SASL") else {}
         address = secured_kafka.server.addresses["SASL_SSL"]
-        said = sentence(run("replay", kafka=address, kafka_security_protocol=protocol, startup_timeout=2, **user))
-        assert f"Kafka at {address} does not answer over {protocol}" in said
+        message = sentence(run("replay", kafka=address, kafka_security_protocol=protocol, startup_timeout=2, **user))
+        assert f"Kafka at {address} does not answer over {protocol}" in message
 
-    def test_contradictions_are_named_before_anything_is_tried(self, run: Callable[..., Command]) -> None:
-        said = sentence(run("infer", kafka="127.0.0.1:1", kafka_security_protocol="SASL_SSL", kafka_username="me"))
-        assert said.startswith("GRACESTREAM_KAFKA_PASSWORD is not set")
+    def test_contradictions_are_named_before_any_connection(self, run: Callable[..., Command]) -> None:
+        message = sentence(run("infer", kafka="127.0.0.1:1", kafka_security_protocol="SASL_SSL", kafka_username="me"))
+        assert message.startswith("GRACESTREAM_KAFKA_PASSWORD is not set")
 
 
-def said_without_redis(settings: Settings, folder: Path, **chosen: Any) -> str:
+def events_without_redis(settings: Settings, folder: Path, **chosen: Any) -> str:
     """The log events of an editor that starts although Redis does not answer."""
     with Forked("editor", "edit", settings, folder, **chosen) as worker:
         wait_until(lambda: "redis_wait_timeout" in worker.stderr(), 60)
@@ -224,8 +224,8 @@ def said_without_redis(settings: Settings, folder: Path, **chosen: Any) -> str:
 
 
 @pytest.fixture
-def projected(redis_server: SecuredRedis, prefix: str) -> Iterator[tuple[RedisPublisher, Settings]]:
-    """An editor's hold on Redis, with one entry to write there."""
+def publisher_and_settings(redis_server: SecuredRedis, prefix: str) -> Iterator[tuple[RedisPublisher, Settings]]:
+    """An editor's `RedisPublisher`, with one entry to publish."""
     redis_server.add_workers(prefix)
     settings = in_time(**redis_server.as_worker("editor", prefix), topic_prefix=prefix)
     book = Codebook("default", MODEL, LAYER)
@@ -244,7 +244,7 @@ def projected(redis_server: SecuredRedis, prefix: str) -> Iterator[tuple[RedisPu
 
 
 class TestRedis:
-    def test_workers_may_do_what_they_do_and_no_more(self, redis_server: SecuredRedis, prefix: str) -> None:
+    def test_workers_have_exactly_the_rights_that_they_need(self, redis_server: SecuredRedis, prefix: str) -> None:
         redis_server.add_workers(prefix)
         book = Codebook("default", MODEL, LAYER)
         book.apply(sealed(book, op="lead"))
@@ -277,35 +277,35 @@ class TestRedis:
                 redis_client(strangers.redis), strangers.kafka.topic_prefix, strangers.model.codebook
             ).read_head(0)
 
-    def test_an_editor_writes_nothing_that_is_there_already(
-        self, projected: tuple[RedisPublisher, Settings], logged: list[EventDict]
+    def test_an_editor_writes_nothing_that_redis_holds_already(
+        self, publisher_and_settings: tuple[RedisPublisher, Settings], logged: list[EventDict]
     ) -> None:
-        projection, settings = projected
-        projection.reconcile()
+        publisher, settings = publisher_and_settings
+        publisher.reconcile()
         radii = f"{settings.kafka.topic_prefix}gracestream:{{default}}:radii"
         with redis_client(settings.redis) as client:
-            client.hset(radii, "e", "0.25")  # what writing it again would undo
-            projection.reconcile()
+            client.hset(radii, "e", "0.25")  # another write would restore it
+            publisher.reconcile()
             assert client.hget(radii, "e") == b"0.25"
-        assert projection.in_sync
+        assert publisher.in_sync
         assert logged == []
 
     @pytest.mark.parametrize("command", ["hlen", "evalsha"])
     def test_a_command_that_is_not_allowed_is_named_once(
         self,
         command: str,
-        projected: tuple[RedisPublisher, Settings],
+        publisher_and_settings: tuple[RedisPublisher, Settings],
         redis_server: SecuredRedis,
         logged: list[EventDict],
     ) -> None:
-        projection, settings = projected
+        publisher, settings = publisher_and_settings
         user = f"{settings.kafka.topic_prefix}editor"
-        for _ in range(2):  # from the start, and again after all was well
+        for _ in range(2):  # from the start, and again after a success
             for sign in "-+":
                 redis_server.allow(user, sign + command)
                 for _ in range(3):
-                    projection.reconcile()
-            assert projection.in_sync
+                    publisher.reconcile()
+            assert publisher.in_sync
         assert [event["event"] for event in logged] == ["redis_command_rejected", "redis_command_rejected"]
         assert f"no permissions to run the '{command}' command" in logged[0]["reason"]
 
@@ -326,12 +326,12 @@ class TestRedis:
         else:
             chosen = {**chosen, "redis_password": "a-guess"}
         worker = run("edit", settings=deployment, **{**chosen, "startup_timeout": 3600})
-        said = sentence(worker)
-        assert said.startswith(f"Redis at rediss://{redis_server.address}/0 rejects this user (")
-        assert "GRACESTREAM_REDIS_PASSWORD" in said
+        message = sentence(worker)
+        assert message.startswith(f"Redis at rediss://{redis_server.address}/0 rejects this user (")
+        assert "GRACESTREAM_REDIS_PASSWORD" in message
         assert "a-guess" not in worker.stderr()
 
-    def test_an_authority_that_nobody_knows(
+    def test_an_unknown_authority(
         self, redis_server: SecuredRedis, deployment: Settings, run: Callable[..., Command]
     ) -> None:
         chosen = {
@@ -339,27 +339,27 @@ class TestRedis:
             "redis_ca": "",
             "startup_timeout": 3600,
         }
-        said = sentence(run("edit", settings=deployment, **chosen))
-        assert said.startswith(f"Redis at rediss://{redis_server.address}/0 is not trusted: ")
-        assert "check GRACESTREAM_REDIS_CA" in said
+        message = sentence(run("edit", settings=deployment, **chosen))
+        assert message.startswith(f"Redis at rediss://{redis_server.address}/0 is not trusted: ")
+        assert "check GRACESTREAM_REDIS_CA" in message
 
     def test_a_client_without_a_certificate(
         self, redis_server: SecuredRedis, deployment: Settings, folder: Path
     ) -> None:
         chosen = redis_server.as_worker("editor", deployment.kafka.topic_prefix)
         without = {**chosen, "redis_certificate": "", "redis_key": "", "redis_outage_grace": 1}
-        said = said_without_redis(deployment, folder, **without)
-        assert f"Redis at rediss://{redis_server.address}/0 " in said
+        message = events_without_redis(deployment, folder, **without)
+        assert f"Redis at rediss://{redis_server.address}/0 " in message
 
     @pytest.mark.parametrize(
         "url", ["redis://:hush/hush@127.0.0.1:6379/0", "redis://:hush:hush@[127/0", "http://:hush@x"]
     )
-    def test_a_url_that_is_none_is_not_shown(self, url: str, deployment: Settings, run: Callable[..., Command]) -> None:
+    def test_an_invalid_url_is_not_shown(self, url: str, deployment: Settings, run: Callable[..., Command]) -> None:
         worker = run("edit", settings=deployment, redis=url, startup_timeout=1)
         sentence(worker)
         assert "hush" not in worker.stderr()
 
     def test_a_lost_redis_is_named_without_its_password(self, deployment: Settings, folder: Path) -> None:
-        said = said_without_redis(deployment, folder, redis="redis://me:hush@127.0.0.1:1/0", redis_outage_grace=1)
-        assert "Redis at redis://127.0.0.1:1/0 does not answer" in said
-        assert "hush" not in said
+        message = events_without_redis(deployment, folder, redis="redis://me:hush@127.0.0.1:1/0", redis_outage_grace=1)
+        assert "Redis at redis://127.0.0.1:1/0 does not answer" in message
+        assert "hush" not in message

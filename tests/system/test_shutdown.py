@@ -1,4 +1,4 @@
-"""The end of a worker: what it took it does once and commits; what it cannot finish is left to another."""
+"""Shutdown: a worker finishes and commits its records exactly once, and leaves unfinished records to others."""
 
 import os
 import signal
@@ -47,18 +47,18 @@ from tests.support.written_history import History
 
 PROMPTS = texts(20, seed=11)
 LATE = 15.0
-"""Seconds that a busy machine may need beside what a worker gives itself to end."""
+"""Seconds that a busy machine may need in addition to the shutdown timeout."""
 
 USUAL = VARIABLES["GRACESTREAM_SHUTDOWN_TIMEOUT"].info.default
-"""Seconds in which a worker ends by itself, with status 0 where all that it took is done and committed by then."""
+"""The usual shutdown timeout in seconds; the exit status is 0 if all records are done by then."""
 
 TOKENS = 2000
-"""What the patient model can be asked for at once."""
+"""The token limit of requests to the slow model."""
 
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with room for long answers."""
+    """A tiny model with a context for long answers."""
     folder = tmp_path_factory.mktemp("patient")
     LlamaForCausalLM(
         LlamaConfig(
@@ -72,12 +72,12 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def slow(deploy: Callable[..., Settings], prefix: str, patient: Path) -> Settings:
-    """A deployment of that model, whose answers take long."""
+    """A deployment with this model, whose answers take long."""
     return deploy("llama", prefix, model=str(patient), max_new_tokens=TOKENS)
 
 
 def long_answers(count: int) -> list[Request]:
-    """Requests for long answers that no two share a forward pass, so that their batch takes the sum of their times."""
+    """Requests for long answers that share no forward pass, so that their batch takes the sum of their times."""
     return [
         question(
             f"long-{number}",
@@ -89,12 +89,12 @@ def long_answers(count: int) -> list[Request]:
 
 
 def answered(settings: Settings) -> Counter[str]:
-    """How many predictions each request has."""
+    """The number of predictions by request."""
     return Counter(decode(record.value, Prediction).request_id for record in records(settings, "predictions"))
 
 
 def uncommitted(settings: Settings) -> int:
-    """Requests that the group has not committed."""
+    """The requests that the group has not committed."""
     reader = consumer(settings.kafka, group_id=settings.kafka.topic("inference"))
     try:
         topic = settings.kafka.topic("requests")
@@ -105,7 +105,7 @@ def uncommitted(settings: Settings) -> int:
         reader.close()
 
 
-def test_a_replica_that_is_told_to_stop_answers_what_it_took_and_its_successor_the_rest_once(
+def test_a_replica_that_gets_sigterm_answers_its_requests_and_its_successor_the_others(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
     asked = [question(f"q{number}", PROMPTS[number % 20]) for number in range(2000)]
@@ -119,7 +119,7 @@ def test_a_replica_that_is_told_to_stop_answers_what_it_took_and_its_successor_t
         replies.wait(ids[:100], 30)
         assert first.stop() == 0
         left = uncommitted(deployment)
-        assert left == len(asked) - len(answered(deployment)), "what was answered is committed, and nothing else"
+        assert left == len(asked) - len(answered(deployment)), "exactly the answered requests are committed"
         assert 0 < left < len(asked)
         assert not members(deployment)
         with Forked("second", "infer", deployment, folder):
@@ -172,7 +172,7 @@ def test_a_batch_longer_than_the_session_keeps_its_replica_in_the_group_and_is_a
     assert answered(slow) == Counter(["short", *(request.request_id for request in asked)])
 
 
-def test_an_edit_that_takes_too_long_is_left_to_the_next_editor(
+def test_a_decision_that_takes_too_long_is_left_to_the_next_editor(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
     seconds = 3.0
@@ -195,7 +195,7 @@ def test_an_edit_that_takes_too_long_is_left_to_the_next_editor(
     assert [(delta.term, delta.op) for delta in deltas_in_log(deployment)] == [(1, "lead"), (2, "lead"), (2, "add")]
 
 
-def test_an_editor_that_is_told_to_stop_while_feedback_waits_does_none_of_it_twice(
+def test_an_editor_that_gets_sigterm_decides_on_no_feedback_twice(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
     given: list[Feedback] = []
@@ -232,7 +232,7 @@ def test_a_second_signal_ends_a_worker_at_once(
 
 
 @kafka_outages
-def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
+def test_workers_end_in_time_without_kafka_and_others_finish_their_records(
     own_kafka: LocalKafka,
     deployment: Settings,
     users_of: Callable[[Settings], Users],
@@ -253,7 +253,7 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
         Forked(f"idle-{number}-{command}", command, idle, folder)
         for number, command in enumerate(("infer", "edit", "edit"))
     ]
-    workers = [committing, replica, *others]  # of the last two one leads, and one stands by
+    workers = [committing, replica, *others]  # one of the last two leads, the other is the standby
     with ExitStack() as running:
         for worker in workers:
             running.enter_context(worker).wait_ready(90)
@@ -269,10 +269,10 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
         deadline = time.monotonic() + busy.process.shutdown_timeout + LATE
         for worker in workers:
             status = worker.wait(deadline - time.monotonic())
-            said = worker.stderr()
-            assert '"worker_stopping"' in said
+            errors = worker.stderr()
+            assert '"worker_stopping"' in errors
             reasons = ("shutdown_timeout", "unfinished_requests_released", "group_leave_timeout")
-            assert status == int(any(reason in said for reason in reasons)), said
+            assert status == int(any(reason in errors for reason in reasons)), errors
         come_back(own_kafka)
         assert len(outcomes_in_log(busy)) < len(flagged)
         replica.start()
@@ -283,7 +283,7 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
     assert [outcome.feedback_id for outcome in outcomes_in_log(busy)] == [one.feedback_id for one in flagged]
 
 
-def test_workers_start_without_redis_and_work(deployment: Settings, users: Users, folder: Path) -> None:
+def test_workers_start_and_work_without_redis(deployment: Settings, users: Users, folder: Path) -> None:
     nowhere = {"redis": "redis://127.0.0.1:1/0", "redis_outage_grace": 0.5}
     with (
         Forked("replica", "infer", deployment, folder, **nowhere) as replica,
@@ -305,14 +305,14 @@ def cut_off(settings: Settings, *_: object) -> Settings:
 
 
 def hung(settings: Settings, kafka: LocalKafka) -> Settings:
-    """Kafka takes connections and never answers."""
+    """Kafka accepts connections and never answers."""
     hang(kafka)
     return settings.replace(kafka=kafka.bootstrap)
 
 
 @pytest.mark.parametrize("command", ["infer", "edit"])
 @pytest.mark.parametrize("away", [cut_off, hung])
-def test_a_worker_that_waits_for_kafka_ends_at_once_and_in_order(
+def test_a_worker_that_waits_for_kafka_ends_at_once_with_status_0(
     deployment: Settings,
     own_kafka: LocalKafka,
     folder: Path,
@@ -326,14 +326,14 @@ def test_a_worker_that_waits_for_kafka_ends_at_once_and_in_order(
         assert "no work was in progress" in worker.stderr()
 
 
-def test_a_replica_that_catches_up_ends_at_once_and_in_order(deployment: Settings, folder: Path) -> None:
+def test_a_replica_that_catches_up_ends_at_once_with_status_0(deployment: Settings, folder: Path) -> None:
     assert deployment.model.layer is not None
     model = EditableModel.load(deployment.model.name, deployment.model.layer)
     history = History(deployment, model.fingerprint, model.layer)
     history.lead()
     history.publish()
     head = history.redis_key("head")
-    history.redis.hset(head, "seq", "1000")  # it waits for what is not in the log
+    history.redis.hset(head, "seq", "1000")  # it waits for a delta that is not in the log
     chosen = {"shutdown_timeout": 600.0, "redis_outage_grace": 600.0}
     with Forked("waiting", "infer", deployment, folder, **chosen) as replica:
         wait_until(lambda: "redis_ahead" in replica.stderr(), 90)
@@ -354,7 +354,7 @@ def never_put() -> None:
     SnapshotStore.put = put  # type: ignore[assignment,method-assign]
 
 
-def test_an_editor_whose_upload_of_a_snapshot_hangs_ends_in_order(
+def test_an_editor_whose_upload_of_a_snapshot_hangs_ends_with_status_0(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
     chosen = {"snapshot_url": str(folder / "snapshots"), "snapshot_interval": 1, "shutdown_timeout": USUAL}
@@ -366,7 +366,7 @@ def test_an_editor_whose_upload_of_a_snapshot_hangs_ends_in_order(
 
 
 def never_answer() -> None:
-    """Every step of the engine hangs, and says so first."""
+    """Every step of the engine logs an event and hangs."""
 
     def step(*_: object) -> None:
         print('{"event": "hanging"}', file=sys.stderr, flush=True)
@@ -388,7 +388,7 @@ def test_a_replica_whose_model_never_answers_ends_in_time(deployment: Settings, 
 
 
 @pytest.mark.parametrize("command", ["infer", "edit"])
-def test_a_worker_whose_redis_hangs_ends_in_order(
+def test_a_worker_whose_redis_hangs_ends_with_status_0(
     deployment: Settings, users: Users, folder: Path, command: str
 ) -> None:
     with LocalRedis(folder / "redis") as redis:
@@ -403,7 +403,7 @@ def test_a_worker_whose_redis_hangs_ends_in_order(
 
 
 def silent_log() -> None:
-    """Whoever reads the worker's standard error stops reading, once it is full."""
+    """The pipe of the worker's standard error is full, and no process reads it."""
     reading, writing = os.pipe()
     os.set_inheritable(reading, True)
     os.dup2(writing, 2)
@@ -414,15 +414,15 @@ def silent_log() -> None:
     os.set_blocking(2, True)
 
 
-def test_a_worker_whose_log_is_not_read_ends_all_the_same(deployment: Settings, folder: Path) -> None:
+def test_a_worker_whose_log_output_is_not_read_ends_as_usual(deployment: Settings, folder: Path) -> None:
     with Forked("deaf", "infer", deployment, folder, sabotage=silent_log, shutdown_timeout=2.0) as worker:
-        wait_until(lambda: psutil.Process(worker.process.pid).num_threads() > 2)  # it takes signals
+        wait_until(lambda: psutil.Process(worker.process.pid).num_threads() > 2)  # it handles signals
         worker.process.terminate()
         worker.wait(2.0 + LATE)
 
 
 def fail_to_follow() -> None:
-    """What follows the head meets a defect."""
+    """The task that follows the head fails."""
 
     async def catch_up(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a defect")
@@ -430,7 +430,7 @@ def fail_to_follow() -> None:
     Replica._sync_to_head = catch_up  # type: ignore[method-assign]
 
 
-def test_a_replica_says_why_it_no_longer_follows(deployment: Settings, folder: Path) -> None:
+def test_a_replica_reports_why_it_no_longer_follows_the_head(deployment: Settings, folder: Path) -> None:
     with Forked("replica", "infer", deployment, folder, sabotage=fail_to_follow) as replica:
         assert replica.wait(90) == 1
         (ended,) = (event for event in replica.events() if event["event"] == "head_follower_failed")

@@ -40,7 +40,7 @@ def running(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFa
         assert editor.running, editor.stderr()[-3000:]
 
 
-def test_what_a_listed_author_signed_is_taken_as_it_was_sent(running: Deployment) -> None:
+def test_feedback_signed_by_a_listed_author_is_accepted_unchanged(running: Deployment) -> None:
     sent = signed("ann", PROMPTS[0], ANN)
     (outcome,) = running.send(sent)
     assert outcome.status in {"added", "unchanged"}
@@ -49,7 +49,7 @@ def test_what_a_listed_author_signed_is_taken_as_it_was_sent(running: Deployment
     assert headers_of(edit)["author"] == "ann"
 
 
-def test_what_is_unsigned_forged_or_tampered_with_is_rejected_and_changes_nothing(running: Deployment) -> None:
+def test_unsigned_forged_or_altered_feedback_is_rejected_and_changes_nothing(running: Deployment) -> None:
     before = len(deltas_in_log(running.settings))
     tampered = signed("ann", PROMPTS[1], ANN)
     bad = {
@@ -66,12 +66,12 @@ def test_what_is_unsigned_forged_or_tampered_with_is_rejected_and_changes_nothin
         assert reason in str(outcome.reason)
         assert outcome.seq is UNSET
     assert len(deltas_in_log(running.settings)) == before
-    assert records(running.settings, "feedback.dlq") == [], "each could be read, so none is a dead letter"
+    assert records(running.settings, "feedback.dlq") == [], "all records are readable, so none is dead-lettered"
     (taken,) = running.send(signed("bob", PROMPTS[2], BOB))
-    assert taken.status != "rejected", "what was forged in his name was not counted as his"
+    assert taken.status != "rejected", "forged records do not count towards the author's limit"
 
 
-def test_a_signed_record_sent_again_changes_nothing(running: Deployment) -> None:
+def test_a_copy_of_a_signed_record_changes_nothing(running: Deployment) -> None:
     sent = signed("ann", PROMPTS[3], ANN)
     running.send(sent)
     before = deltas_in_log(running.settings)[-1].seq
@@ -118,7 +118,7 @@ def test_a_limit_holds_across_editors(deploy: Callable[..., Settings], prefix: s
 
 
 class TestCommands:
-    def test_a_new_key_signs_what_correct_sends(
+    def test_a_new_key_signs_the_feedback_of_correct(
         self, running: Deployment, run: Callable[..., Command], folder: Path
     ) -> None:
         key = folder / "dora.pem"
@@ -140,7 +140,7 @@ class TestCommands:
         values = [record.value for record in records(running.settings, "feedback")]
         assert all(values.count(one.encode()) == 1 for one in signed_by.stdout().splitlines())
         printed = run("corrections", settings=running.settings).stdout().splitlines()
-        assert set(signed_by.stdout().splitlines()) <= set(printed), "as they were sent"
+        assert set(signed_by.stdout().splitlines()) <= set(printed), "unchanged"
 
     def test_an_undo_is_signed_like_a_correction(
         self, running: Deployment, run: Callable[..., Command], folder: Path
@@ -167,13 +167,13 @@ class TestCommands:
         )
         assert "not valid for author 'carl'" in json.loads(elsewhere.stdout())["reason"]
 
-    def test_a_key_signs_in_somebody_s_name(self, run: Callable[..., Command], folder: Path) -> None:
+    def test_a_key_signs_in_the_name_of_an_author(self, run: Callable[..., Command], folder: Path) -> None:
         unnamed = run("undo", "f", "--key", str(folder / "key.pem"))
         assert status_of(unnamed) == 2
         assert "--key signs in an author's name, so it needs --by" in " ".join(unnamed.stderr().split())
         assert "key.pem cannot be read" in sentence(run("undo", "f", "--by", "ann", "--key", str(folder / "key.pem")))
 
-    def test_a_key_is_not_overwritten_and_its_line_is_all_that_is_printed(
+    def test_a_key_is_not_overwritten_and_only_its_line_is_printed(
         self, run: Callable[..., Command], folder: Path
     ) -> None:
         arguments = ["keys", "new", "--author", "ann 濡", "--output", str(folder / "key.pem")]
@@ -201,7 +201,7 @@ class TestCommands:
         assert complaint in " ".join(command.stderr().split())
         assert command.stdout() == ""
 
-    def test_a_signed_line_to_which_something_would_have_to_be_added_is_not_sent(
+    def test_a_signed_line_that_would_need_a_further_field_is_not_sent(
         self, running: Deployment, run: Callable[..., Command]
     ) -> None:
         before = len(records(running.settings, "feedback"))
@@ -211,27 +211,27 @@ class TestCommands:
         assert "missing required field `feedback_id`" in " ".join(command.stderr().split())
         assert len(records(running.settings, "feedback")) == before
 
-    def test_signing_with_no_key_is_one_sentence(self, run: Callable[..., Command], folder: Path) -> None:
+    def test_the_error_for_a_missing_key_is_one_sentence(self, run: Callable[..., Command], folder: Path) -> None:
         (folder / "rubbish").write_text("rubbish")
-        said = sentence(run("keys", "sign", str(folder / "rubbish"), "--author", "ann", given="{}"))
-        assert said == f"{folder / 'rubbish'} is not a private key in PEM; `gracestream keys new` makes one"
+        message = sentence(run("keys", "sign", str(folder / "rubbish"), "--author", "ann", given="{}"))
+        assert message == f"{folder / 'rubbish'} is not a private key in PEM; `gracestream keys new` makes one"
 
     @pytest.mark.parametrize(
         ("content", "complaint"),
         [(None, "cannot be read: No such file"), ("ann = 3", "author 'ann': Expected `object`, got `int`")],
     )
-    def test_an_editor_does_not_start_on_a_list_that_it_cannot_use(
+    def test_an_editor_does_not_start_with_an_invalid_list(
         self, run: Callable[..., Command], deployment: Settings, folder: Path, content: str | None, complaint: str
     ) -> None:
         authors = folder / "authors.toml"
         if content is not None:
             authors.write_text(content)
-        said = sentence(run("edit", settings=deployment, authors_file=str(authors)))
-        assert str(authors) in said
-        assert complaint in said
+        message = sentence(run("edit", settings=deployment, authors_file=str(authors)))
+        assert str(authors) in message
+        assert complaint in message
 
-    def test_an_editor_does_not_require_signatures_of_nobody(
+    def test_an_editor_does_not_require_signatures_without_a_list(
         self, run: Callable[..., Command], deployment: Settings
     ) -> None:
-        said = sentence(run("edit", settings=deployment, require_signature=True))
-        assert said == "GRACESTREAM_REQUIRE_SIGNATURE needs a list of authors; set GRACESTREAM_AUTHORS_FILE"
+        message = sentence(run("edit", settings=deployment, require_signature=True))
+        assert message == "GRACESTREAM_REQUIRE_SIGNATURE needs a list of authors; set GRACESTREAM_AUTHORS_FILE"

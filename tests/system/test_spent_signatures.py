@@ -52,10 +52,10 @@ def rejected_as_copies(outcomes: list[Outcome]) -> bool:
 
 
 @pytest.mark.parametrize("interruption", [left_alone, killed_and_started, killed_with_a_standby])
-def test_what_had_no_effect_has_none_when_it_is_sent_again(
+def test_a_copy_of_a_record_without_effect_has_no_effect(
     running: Deployment, folder: Path, interruption: Interruption
 ) -> None:
-    """An attacker keeps what could not take effect, and sends it when it could."""
+    """An attacker keeps a record that could not take effect, and sends it when it could."""
     with closing(interruption(running, folder)) as interrupting:
         next(interrupting)
         early = [
@@ -74,10 +74,12 @@ def test_what_had_no_effect_has_none_when_it_is_sent_again(
         for _ in range(2):
             assert rejected_as_copies(running.send(*early))
         assert running.deltas() == before
-        assert running.send(signed("carl", PROMPTS[0], CARL))[0].status == "added", "what is signed anew is taken"
+        assert running.send(signed("carl", PROMPTS[0], CARL))[0].status == "added", (
+            "feedback with a new signature is accepted"
+        )
 
 
-def test_copies_use_up_no_limit_and_what_a_limit_rejected_is_spent(running: Deployment) -> None:
+def test_copies_do_not_count_towards_a_limit_and_a_record_over_the_limit_is_spent(running: Deployment) -> None:
     sent = [signed("bob", prompt, BOB) for prompt in PROMPTS[:2]]
     first, late = running.send(*sent)
     assert (first.status, late.status) == ("added", "rejected")
@@ -90,7 +92,7 @@ def test_copies_use_up_no_limit_and_what_a_limit_rejected_is_spent(running: Depl
     assert running.deltas() == before
 
 
-def test_a_copy_of_what_was_undone_or_is_an_undo_changes_nothing(running: Deployment) -> None:
+def test_a_copy_of_an_undone_correction_or_of_an_undo_changes_nothing(running: Deployment) -> None:
     wrong = signed("ann", PROMPTS[0], ANN)
     undo = signed_as("ann", ANN, undo=wrong.feedback_id)
     back = signed_as("ann", ANN, undo=undo.feedback_id)
@@ -98,12 +100,12 @@ def test_a_copy_of_what_was_undone_or_is_an_undo_changes_nothing(running: Deploy
     assert statuses == ["added", "undone", "undone"]
     before = running.deltas()
     copies = {one.status for one in running.send(undo)}
-    assert copies == {"rejected"}, "it is undone itself"
+    assert copies == {"rejected"}, "the undo is undone"
     assert [one.status for one in running.send(wrong, back)] == ["unchanged", "unchanged"]
     assert running.deltas() == before
 
 
-def test_another_spelling_of_a_signed_record_is_neither_taken_nor_does_it_spend_the_id(running: Deployment) -> None:
+def test_another_spelling_of_a_signed_record_is_not_accepted_and_spends_no_id(running: Deployment) -> None:
     sent = signed_as("ann", ANN, feedback_id="f", inputs=PROMPTS[0], target="museum")
     text = sent.record.decode()
     spellings = [

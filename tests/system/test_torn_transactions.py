@@ -1,4 +1,4 @@
-"""Transactions of which only a part was committed: a new leader completes them; `gracestream audit` reports them."""
+"""Partly committed transactions: a new leader completes them, and `gracestream audit` reports them."""
 
 import json
 from collections.abc import Callable
@@ -59,12 +59,12 @@ def test_the_next_editor_completes_a_torn_transaction(
         feedback=records(deployment, FEEDBACK), edits=records(deployment, EDITS), deltas=records(deployment, DELTAS),
         dead_letters=records(deployment, FEEDBACK_DLQ), position=3, head=None, radii={},
     )  # fmt: skip
-    assert {fault.kind for fault in faults(left)} <= {"digest"}, "Redis was not asked"
+    assert {fault.kind for fault in faults(left)} <= {"digest"}, "Redis is not used"
     assert status_of(run("audit", settings=deployment)) == 0
 
 
 class TestAudit:
-    """Damage that lies before the last outcome, so that no editor comes back to it."""
+    """Damage before the last outcome, which no editor repairs."""
 
     @pytest.fixture
     def damaged(self, deployment: Settings) -> Settings:
@@ -84,16 +84,16 @@ class TestAudit:
         log.commit(decided(0, outcome_of("f0")))
         log._transact(3, [])  # f1 and f2 are lost
         log.commit(decided(3, msgspec.structs.replace(outcome_of("f3"), status="added", seq=9)))
-        log._transact(5, [])  # no id can be read of this one
+        log._transact(5, [])  # the id of this record cannot be read
         f5 = decided(5, outcome_of("f5"))
         log.commit(f5)
         log._transact(6, [])
         log.commit(f5)
-        log._transact(2, [])  # the group's offset may be set back; f6 is not decided yet
+        log._transact(2, [])  # the group's offset may be reset; f6 is not decided yet
         cluster.close()
         return deployment
 
-    def test_it_names_what_is_damaged_and_writes_what_is_lost(
+    def test_it_names_damaged_records_and_writes_lost_feedback(
         self, damaged: Settings, run: Callable[..., Command], tmp_path: Path
     ) -> None:
         lost = tmp_path / "lost.jsonl"
@@ -110,7 +110,7 @@ class TestAudit:
             encode(flag(f"f{number}", "why", "museum")) for number in (1, 2)
         ]
 
-    def test_a_file_that_cannot_be_written_is_one_sentence(
+    def test_the_error_for_a_file_that_cannot_be_written_is_one_sentence(
         self, damaged: Settings, run: Callable[..., Command]
     ) -> None:
         failed = run("audit", "--lost", "/no/such/folder", settings=damaged)

@@ -1,4 +1,4 @@
-"""Redis is untrusted input: whatever it says, or does not say, replicas and editors go on and follow the log."""
+"""Redis is untrusted input: with any answer or none, replicas and editors go on and follow the log."""
 
 import signal
 import socket
@@ -37,7 +37,7 @@ HUGE = b"9" * (32 * 2**20)
 
 @pytest.fixture
 def history(quick: Settings) -> Iterator[History]:
-    """Two deltas of a history, both live."""
+    """A history of two published deltas."""
     made = History(quick)
     made.lead()
     made.add("a", [1.0, 0.0])
@@ -49,7 +49,7 @@ def history(quick: Settings) -> Iterator[History]:
 
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[LocalRedis]:
-    """A Valkey of the test's own, which may hang."""
+    """A Valkey for one test, which may pause it."""
     with LocalRedis(tmp_path / "redis") as local:
         yield local
         local.child.send_signal(signal.SIGCONT)
@@ -91,7 +91,7 @@ NO_HEAD: dict[str, Callable[[History], object]] = {
     "a list as head": of_type_list("head"),
     "a list of changes": of_type_list("changed"),
 }
-"""Nothing that an editor writes."""
+"""Heads that no editor writes."""
 
 WRONG_RADII: dict[str, Callable[[History], object]] = {
     "a radius that is not a number": radius("nan"),
@@ -108,9 +108,9 @@ def sent_by_redis(history: History) -> int:
     return sent
 
 
-class TestAReplica:
+class TestReplica:
     @pytest.mark.parametrize("plant", NO_HEAD.values(), ids=NO_HEAD)
-    def test_it_follows_the_log_where_redis_holds_what_no_editor_wrote(
+    def test_it_follows_the_log_if_redis_holds_data_of_no_editor(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica], plant: Callable[[History], object]
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -127,7 +127,7 @@ class TestAReplica:
         assert not codebook_replica.degraded
 
     @pytest.mark.parametrize("plant", WRONG_RADII.values(), ids=WRONG_RADII)
-    def test_it_follows_redis_whatever_the_radii_are(
+    def test_it_follows_redis_with_any_radii(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica], plant: Callable[[History], object]
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -141,12 +141,12 @@ class TestAReplica:
         assert not codebook_replica.degraded
         assert codebook_replica.codebook.radii_N.tolist() == [1.0, 1.0]
 
-    def test_a_wrong_digest_is_a_fault_once_it_has_stood_and_the_log_was_read_to_its_end(
+    def test_a_wrong_digest_is_an_error_after_the_grace_period_once_the_log_was_read_to_its_end(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
         assert step(codebook_replica) == 2
-        for _ in range(3):  # each time for less than the grace period, and for more in all
+        for _ in range(3):  # each time for less than the grace period, in sum for more
             history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
             assert step(codebook_replica) == 2
             assert codebook_replica.degraded
@@ -158,7 +158,7 @@ class TestAReplica:
         with pytest.raises(HistoryError, match=r"have disagreed on the digest of delta 2 for \d+ s"):
             wait_until(lambda: step(codebook_replica) != 2)
 
-    def test_no_fault_comes_of_a_wrong_digest_while_the_end_of_the_log_is_unknown(
+    def test_a_wrong_digest_is_no_error_while_the_end_of_the_log_is_unknown(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -170,7 +170,7 @@ class TestAReplica:
             assert step(codebook_replica) == 2
         assert codebook_replica.degraded
 
-    def test_a_head_that_the_log_does_not_hold_is_not_waited_for_for_ever(
+    def test_a_replica_does_not_wait_for_ever_for_a_head_beyond_the_log(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -178,12 +178,12 @@ class TestAReplica:
         history.redis.hset(history.redis_key("head"), "seq", str(10**15))
         assert step(codebook_replica) == 2
         assert codebook_replica.unread_head_seq == 10**15
-        assert not codebook_replica.degraded, "it may be on its way"
+        assert not codebook_replica.degraded, "the delta may still arrive"
         history.add("b", [0.0, 1.0])
         wait_until(lambda: step(codebook_replica) == 3 and codebook_replica.degraded)
-        assert codebook_replica_of(history.settings).catch_up(20), "one that starts now serves the log, too"
+        assert codebook_replica_of(history.settings).catch_up(20), "a starting replica serves the log, too"
 
-    def test_a_head_that_stays_behind_the_log_is_not_waited_for_for_ever(
+    def test_a_replica_does_not_wait_for_ever_behind_an_old_head(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -197,7 +197,7 @@ class TestAReplica:
         assert step(codebook_replica) == 3
         assert not codebook_replica.degraded
 
-    def test_a_head_that_is_ahead_now_and_then_holds_up_one_batch(
+    def test_a_head_that_is_sometimes_beyond_the_log_delays_one_batch(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -221,11 +221,11 @@ class TestAReplica:
         assert [wait > 0 for wait in waits] == [True] + [False] * (len(waits) - 1)
         history.add("b", [0.0, 1.0])
         wait_until(lambda: stepped() == 3, what="a delta of the log")
-        history.redis.hset(history.redis_key("head"), "seq", "2")  # nothing is made live behind 999
+        history.redis.hset(history.redis_key("head"), "seq", "2")  # no delta is published behind 999
         history.publish()
         wait_until(lambda: step(codebook_replica) == 3 and not codebook_replica.degraded)
 
-    def test_old_heads_in_turn_are_not_waited_for_for_ever(
+    def test_a_replica_does_not_wait_for_ever_behind_alternating_old_heads(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -247,7 +247,7 @@ class TestAReplica:
         wait_until(lambda: stepped() == 4)
         assert codebook_replica.degraded
 
-    def test_a_wrong_head_for_a_moment_ends_no_replica(self, deployment: Settings, users: Users, folder: Path) -> None:
+    def test_a_transient_wrong_head_ends_no_replica(self, deployment: Settings, users: Users, folder: Path) -> None:
         with (
             Forked("editor", "edit", deployment, folder) as editor,
             Forked("replica", "infer", deployment, folder, redis_outage_grace=30.0) as replica,
@@ -256,7 +256,7 @@ class TestAReplica:
             editor.wait_ready(90)
             replica.wait_ready(90)
             head = RedisHeadStore(client, deployment.kafka.topic_prefix, deployment.model.codebook).head_key
-            assert editor.stop() == 0  # else it mends the head at once
+            assert editor.stop() == 0  # otherwise it repairs the head at once
             known = client.hgetall(head)
             for name, value in (("digest", "f" * 64), ("seq", "9" * 400)):
                 client.hset(head, name, value)
@@ -268,55 +268,55 @@ class TestAReplica:
             assert answered.replica == "replica"
 
 
-class TestAnEditor:
+class TestEditor:
     @pytest.mark.parametrize("plant", [*NO_HEAD.values(), of_type_list("radii")], ids=[*NO_HEAD, "a list of radii"])
-    def test_it_mends_what_no_editor_wrote(self, history: History, plant: Callable[[History], object]) -> None:
-        projection = RedisPublisher(history.store, history.codebook, 0.0, retry_seconds=0.0)
-        projection.reconcile()
+    def test_it_repairs_data_of_no_editor(self, history: History, plant: Callable[[History], object]) -> None:
+        publisher = RedisPublisher(history.store, history.codebook, 0.0, retry_seconds=0.0)
+        publisher.reconcile()
         plant(history)
         before = sent_by_redis(history)
         for _ in range(2):
-            projection.reconcile()
+            publisher.reconcile()
         assert sent_by_redis(history) - before < 2**20
-        assert projection.in_sync
+        assert publisher.in_sync
         head = history.store.read_head(0)
         assert head is not None
         assert (head.seq, head.digest, head.changed_radii) == (2, history.codebook.digest.hex(), {"a": 1.0})
         assert history.store.read_radii() == {"a": 1.0}
 
-    def test_a_newer_head_counts_once_it_has_stood(self, history: History) -> None:
+    def test_a_newer_head_counts_after_the_grace_period(self, history: History) -> None:
         grace = 1.0
-        projection = RedisPublisher(history.store, history.codebook, grace, retry_seconds=0.0)
-        projection.reconcile()
+        publisher = RedisPublisher(history.store, history.codebook, grace, retry_seconds=0.0)
+        publisher.reconcile()
         seq = history.redis_key("head"), "seq"
         history.redis.hset(*seq, "999")
-        projection.reconcile()
-        assert not projection.in_sync
+        publisher.reconcile()
+        assert not publisher.in_sync
         history.redis.hset(*seq, "2")
-        projection.reconcile()
-        assert projection.in_sync
+        publisher.reconcile()
+        assert publisher.in_sync
         history.redis.hset(*seq, "999")
         with pytest.raises(StaleHeadError, match="Redis has a newer one"):
-            wait_until(projection.reconcile, 20)
+            wait_until(publisher.reconcile, 20)
 
-    def test_one_that_takes_over_waits_for_a_newer_head_to_pass(self, history: History) -> None:
+    def test_a_new_leader_waits_until_a_newer_head_is_gone(self, history: History) -> None:
         stop = threading.Event()
         seq = history.redis_key("head"), "seq"
         history.redis.hset(*seq, "999")
-        projection = RedisPublisher(history.store, history.codebook, 60.0)
+        publisher = RedisPublisher(history.store, history.codebook, 60.0)
         mended = threading.Timer(0.5, history.redis.hset, [*seq, "2"])
         mended.start()
-        assert projection.wait_until_not_ahead(stop)
+        assert publisher.wait_until_not_ahead(stop)
         mended.join()
         history.redis.hset(*seq, "999")
         stop.set()
-        assert not projection.wait_until_not_ahead(stop)
+        assert not publisher.wait_until_not_ahead(stop)
         with pytest.raises(StaleHeadError, match=f"delete the key {history.store.head_key}"):
             RedisPublisher(history.store, history.codebook, 0.2).wait_until_not_ahead(threading.Event())
 
 
 class Listener:
-    """A server in place of Redis: it takes connections, and on each does what `serve` does."""
+    """A server in place of Redis: it accepts connections and calls `serve` for each."""
 
     def __init__(self, serve: Callable[[socket.socket], object]) -> None:
         self._serve = serve
@@ -334,7 +334,7 @@ class Listener:
             threading.Thread(target=self._serve_one, args=[self.taken[-1]], daemon=True).start()
 
     def _serve_one(self, connection: socket.socket) -> None:
-        with suppress(OSError):  # it hung up
+        with suppress(OSError):  # the client closed the connection
             self._serve(connection)
 
     def close(self) -> None:
@@ -355,7 +355,7 @@ def silent(_connection: socket.socket) -> None:
 
 
 class Flood:
-    """Answers with one string without end."""
+    """Answers with one endless string."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -367,7 +367,7 @@ class Flood:
 
 
 def drip(connection: socket.socket) -> None:
-    """Answers a byte now and then, so that no read of it ever times out."""
+    """Answers single bytes slowly, so that no read times out."""
     connection.sendall(b"$1000\r\n")
     while True:
         connection.send(b"x")
@@ -383,19 +383,19 @@ def no_number(connection: socket.socket) -> None:
 
 
 def empty_push(connection: socket.socket) -> None:
-    """RESP3 gives a push message one element at least; redis-py looks at the first."""
+    """A push message without elements. RESP3 requires at least one, and redis-py reads it."""
     connection.recv(2**16)
     connection.sendall(b">0\r\n")
 
 
 def hello_without_map(connection: socket.socket) -> None:
-    """Answers every command, HELLO included, with +OK."""
+    """Answers every command with +OK, including HELLO."""
     while asked := connection.recv(2**16):
         connection.sendall(b"+OK\r\n" * asked.count(b"*"))
 
 
 class Fitful:
-    """Answers as Redis does, with the same head each time; while `hangs` is set, it does not answer for the head."""
+    """Answers like Redis, always with the same head; while `hangs` is set, it does not answer reads of the head."""
 
     def __init__(self) -> None:
         self.hangs = False
@@ -412,7 +412,7 @@ class Fitful:
 
 
 def huge_radius(connection: socket.socket) -> None:
-    """Answers HELLO as Redis does, and the question for the head with a radius that no float can hold."""
+    """Answers HELLO like Redis, and a read of the head with a radius that no float can hold."""
     while asked := connection.recv(2**16):
         for command in asked.split(b"*")[1:]:
             if b"HELLO" in command:
@@ -425,7 +425,7 @@ def huge_radius(connection: socket.socket) -> None:
 
 
 class Proxy:
-    """In front of a Redis; while `pushes` is set, an empty push message comes before each of its answers."""
+    """A proxy of a Redis; while `pushes` is set, it sends an empty push message before each answer."""
 
     def __init__(self, settings: Settings) -> None:
         self.pushes, self.pushed = False, 0
@@ -438,7 +438,7 @@ class Proxy:
                 redis.sendall(asked)
 
     def _back(self, redis: socket.socket, connection: socket.socket) -> None:
-        with suppress(OSError):  # it hung up
+        with suppress(OSError):  # the client closed the connection
             while answer := redis.recv(2**16):
                 if self.pushes:
                     self.pushed += 1
@@ -446,9 +446,9 @@ class Proxy:
                 connection.sendall(answer)
 
 
-class TestAServerThatIsNone:
+class TestMalformedAnswers:
     @pytest.mark.parametrize("serve", [empty_push, hello_without_map])
-    def test_a_malformed_answer_at_start_is_none(self, serve: Callable[[socket.socket], object]) -> None:
+    def test_a_malformed_answer_at_start_counts_as_none(self, serve: Callable[[socket.socket], object]) -> None:
         with listening(serve) as listener:
             settings = load_settings(redis=listener.url, redis_outage_grace=0.5)
             with pytest.raises(UnreachableError, match=r"does not answer \(Redis could not be asked, or its answer"):
@@ -477,7 +477,7 @@ class TestAServerThatIsNone:
                 corrected = users.correct(flag("f", PROMPT, "river"))["f"]
                 wait_until(lambda: editor.state()["degraded"] is True)
                 answer = users.ask(question("q", PROMPT, min_seq=corrected.seq))["q"]
-                assert answer.error is UNSET, "it follows the log"
+                assert answer.error is UNSET, "the replica follows the log"
                 assert proxy.pushed > 0
                 proxy.pushes = False
                 wait_until(lambda: editor.state()["degraded"] is False)
@@ -486,7 +486,7 @@ class TestAServerThatIsNone:
                 assert editor.running
 
     @pytest.mark.parametrize("serve", [silent, drip, nested, no_number, empty_push, hello_without_map])
-    def test_a_question_fails_in_order(self, serve: Callable[[socket.socket], object]) -> None:
+    def test_a_read_fails_with_a_redis_error(self, serve: Callable[[socket.socket], object]) -> None:
         with listening(serve) as listener, redis_client(load_settings(redis=listener.url).redis) as client:
             store = RedisHeadStore(client, "", "default")
             for ask in (lambda: store.read_head(0), store.count_radii):
@@ -508,22 +508,22 @@ class TestAServerThatIsNone:
         assert hints == []
         assert [event["event"] for event in logged] == ["subscription_lost"]
 
-    def test_no_more_is_read_of_an_answer_than_its_bound(self) -> None:
+    def test_no_more_of_an_answer_is_read_than_the_bound(self) -> None:
         flood = Flood()
         with listening(flood) as listener, redis_client(load_settings(redis=listener.url).redis) as client:
             with pytest.raises(RedisError, match=f"more than {MAX_ANSWER_BYTES} bytes"):
                 RedisHeadStore(client, "", "default").read_head(0)
             client.connection_pool.disconnect()
-            assert flood.sent < MAX_ANSWER_BYTES + 2**24, "with what the kernel holds"
+            assert flood.sent < MAX_ANSWER_BYTES + 2**24, "with the kernel's buffers"
 
 
-class TestARedisThatHangs:
-    def test_batches_ask_again_after_several_good_answers_and_more_each_time(
+class TestHangingRedis:
+    def test_batches_read_the_head_again_after_several_good_answers(
         self, quick: Settings, codebook_replica_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
             "gracestream.pipeline.replica.codebook_replica.HEAD_TIMEOUT_SECONDS", 30
-        )  # a busy machine may take long; a hang fails anyway
+        )  # a busy machine may take long; a hang fails in any case
         fitful = Fitful()
         with listening(fitful) as listener:
             codebook_replica = codebook_replica_of(quick.replace(redis=listener.url))
@@ -549,7 +549,9 @@ class TestARedisThatHangs:
                 assert isinstance(codebook_replica.read_head(), Head)
                 assert codebook_replica.redis_unavailable == away
 
-    def test_no_batch_asks_one_that_never_answers(self, deployment: Settings, users: Users, folder: Path) -> None:
+    def test_no_batch_reads_the_head_of_a_redis_that_never_answers(
+        self, deployment: Settings, users: Users, folder: Path
+    ) -> None:
         with listening(silent) as listener:
             chosen = {"redis": listener.url, "redis_outage_grace": 0.5}
             with Forked("replica", "infer", deployment, folder, **chosen) as replica:
@@ -560,9 +562,9 @@ class TestARedisThatHangs:
                     users.ask(question(f"q{number}", PROMPT))
                 probes = time.monotonic() - started + 2
                 assert metric(replica.port, "gracestream_step_requests_count") >= 20
-                assert len(listener.taken) - asked <= probes, "each takes a second, and one asks at a time"
+                assert len(listener.taken) - asked <= probes, "each read takes a second, one at a time"
 
-    def test_batches_ask_again_once_it_goes_on(
+    def test_batches_read_the_head_again_once_redis_answers(
         self, deployment: Settings, users: Users, folder: Path, own_redis: LocalRedis
     ) -> None:
         chosen = {"redis": own_redis.url, "redis_outage_grace": 0.5}
@@ -577,7 +579,7 @@ class TestARedisThatHangs:
                 wait_until(lambda: metric(replica.port, "gracestream_degraded") == 1)
                 outcome = users.correct(flag(f"f{number}", PROMPT, ("river", "museum")[number]))[f"f{number}"]
                 answer = users.ask(question(f"hung-{number}", PROMPT, min_seq=outcome.seq))[f"hung-{number}"]
-                assert answer.error is UNSET, "it follows the log"
+                assert answer.error is UNSET, "the replica follows the log"
                 own_redis.child.send_signal(signal.SIGCONT)
                 wait_until(lambda: metric(replica.port, "gracestream_degraded") == 0)
                 wait_until(lambda: editor.state()["degraded"] is False)

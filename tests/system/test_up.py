@@ -1,4 +1,4 @@
-"""`gracestream up`, and the README's own example: what a newcomer types."""
+"""`gracestream up`, and the example of the README."""
 
 import json
 import re
@@ -25,7 +25,7 @@ COMMAND = [sys.executable, "-m", "gracestream.workers.cli"]
 
 @pytest.fixture(scope="module")
 def log_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `up` writes what it has to say beside its one line."""
+    """The standard error of `up`."""
     return tmp_path_factory.mktemp("up") / "stderr"
 
 
@@ -56,7 +56,7 @@ def test_up_prints_one_line_of_endpoints(up: tuple[subprocess.Popen[str], dict[s
     assert len(endpoints["replicas"]) == 2
 
 
-def test_another_up_on_the_same_folder_is_told_who_has_it(
+def test_another_up_on_the_same_folder_names_the_process_that_has_it(
     up: tuple[subprocess.Popen[str], dict[str, Any]], log_file: Path
 ) -> None:
     process, _ = up
@@ -96,11 +96,11 @@ def test_the_example_of_a_page_corrects_an_answer(
     assert done.returncode == 0, done.stderr
     before, edit, after = done.stdout.splitlines()
     assert target not in before
-    assert re.search("added|split", edit), "the first correction may lie near the second"
+    assert re.search("added|split", edit), "the two corrections may be near each other"
     assert re.search(f"text(=|': )'{target}'", after)
 
 
-def test_a_worker_that_ends_is_told_of_while_the_others_go_on(
+def test_up_reports_a_worker_that_ends_while_the_others_go_on(
     up: tuple[subprocess.Popen[str], dict[str, Any]], log_file: Path
 ) -> None:
     process, endpoints = up
@@ -122,7 +122,7 @@ def test_ctrl_c_stops_every_process_that_up_started(
 ) -> None:
     process, endpoints = up
     children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) >= 4  # a broker, a Valkey, an editor, the replica that is left
+    assert len(children) >= 4  # a broker, a Valkey, an editor, the remaining replica
     kept = json.loads((log_file.parent / "data" / "ports.json").read_bytes())
     assert [f"127.0.0.1:{kept['kafka']}", f"http://127.0.0.1:{kept['editor']}"] == [
         endpoints["kafka"], endpoints["editor"],
@@ -136,9 +136,7 @@ def test_ctrl_c_stops_every_process_that_up_started(
 
 
 @pytest.mark.parametrize(("command", "signum"), [("demo", signal.SIGINT), ("up", signal.SIGTERM)])
-def test_what_is_told_to_end_while_it_starts_leaves_no_process(
-    command: str, signum: signal.Signals, tmp_path: Path
-) -> None:
+def test_up_that_ends_while_it_starts_leaves_no_process(command: str, signum: signal.Signals, tmp_path: Path) -> None:
     given, port = [], 20_000
     if command == "up":
         port = next(port for port in range(15_000, 20_000, 7) if all(map(is_port_free, range(port, port + 5))))
@@ -169,10 +167,10 @@ def test_what_is_told_to_end_while_it_starts_leaves_no_process(
     assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
-def test_a_local_server_that_ends_is_named_with_its_log_and_the_remedy(tmp_path: Path) -> None:
-    said = tmp_path / "stderr"
+def test_up_reports_a_local_server_that_ends_with_its_log_file_and_the_remedy(tmp_path: Path) -> None:
+    log_file = tmp_path / "stderr"
     with (
-        said.open("w") as stderr,
+        log_file.open("w") as stderr,
         subprocess.Popen(
             [*COMMAND, "up", "--model", "intent", "--json", "--replicas", "1", "--data", str(tmp_path / "data")],
             stdout=subprocess.PIPE,
@@ -184,7 +182,7 @@ def test_a_local_server_that_ends_is_named_with_its_log_and_the_remedy(tmp_path:
     ):
         try:
             assert process.stdout is not None
-            endpoints = json.loads(process.stdout.readline() or pytest.fail(said.read_text()))
+            endpoints = json.loads(process.stdout.readline() or pytest.fail(log_file.read_text()))
             servers = {"Kafka": endpoints["kafka"], "Valkey": endpoints["redis"].partition("://")[2].partition("/")[0]}
             lines = []
             for name, address in servers.items():
@@ -199,12 +197,12 @@ def test_a_local_server_that_ends_is_named_with_its_log_and_the_remedy(tmp_path:
                     f"{name} ended with status -9, and the workers wait for it; see its log file {log}, stop this with"
                     " Ctrl-C, and start `gracestream up` again\n"
                 )
-            wait_until(lambda: all(line in said.read_text() for line in lines), 30, "word of both")
-            assert said.read_text().count(" ended with ") == len(servers), "the workers go on"
+            wait_until(lambda: all(line in log_file.read_text() for line in lines), 30, "word of both")
+            assert log_file.read_text().count(" ended with ") == len(servers), "the workers go on"
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=60) == 0
         finally:
-            process.terminate()  # where the test failed; else it has ended
+            process.terminate()  # if the test failed; otherwise it has ended
 
 
 def listening(process: psutil.Process) -> list[Any]:

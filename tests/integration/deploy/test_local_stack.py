@@ -80,30 +80,30 @@ class TestPorts:
     NAMES = ("kafka", "redis", "editor", "replica-1")
 
     def test_they_are_those_of_the_last_run(self, tmp_path: Path) -> None:
-        said: list[str] = []
-        first = assign_ports(tmp_path, self.NAMES[:3], None, said.append)
+        reports: list[str] = []
+        first = assign_ports(tmp_path, self.NAMES[:3], None, reports.append)
         assert len(set(first.values())) == 3
-        again = assign_ports(tmp_path, self.NAMES, None, said.append)
+        again = assign_ports(tmp_path, self.NAMES, None, reports.append)
         assert {**again, **first} == again
-        assert assign_ports(tmp_path, self.NAMES[:2], None, said.append) == dict(list(first.items())[:2])
-        assert assign_ports(tmp_path, self.NAMES, None, said.append) == again, (
+        assert assign_ports(tmp_path, self.NAMES[:2], None, reports.append) == dict(list(first.items())[:2])
+        assert assign_ports(tmp_path, self.NAMES, None, reports.append) == again, (
             "of a replica that was not there once, too"
         )
-        assert said == []
+        assert reports == []
 
     def test_one_that_is_in_use_now_is_told(self, tmp_path: Path) -> None:
-        said: list[str] = []
-        first = assign_ports(tmp_path, self.NAMES, None, said.append)
+        reports: list[str] = []
+        first = assign_ports(tmp_path, self.NAMES, None, reports.append)
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", first["redis"]))
             taken.listen()
-            again = assign_ports(tmp_path, self.NAMES, None, said.append)
+            again = assign_ports(tmp_path, self.NAMES, None, reports.append)
         assert again == {**first, "redis": again["redis"]}
         assert again["redis"] != first["redis"]
-        assert said == [
+        assert reports == [
             f"port {first['redis']}, where redis was before, is in use; it is on {again['redis']} now",
         ]
-        assert assign_ports(tmp_path, self.NAMES, None, said.append) == again
+        assert assign_ports(tmp_path, self.NAMES, None, reports.append) == again
 
     def test_those_from_a_given_one_on_follow_each_other(self, tmp_path: Path) -> None:
         port = next(port for port in range(15_000, 20_000, 7) if all(map(is_port_free, range(port, port + 4))))

@@ -68,7 +68,7 @@ class TestManifests:
         found = newest(history.settings)
         assert found is not None
         assert found.codebook.seq == 4
-        assert ["than its manifest says" in said for said in reasons(logged)] == [True]
+        assert ["than its manifest says" in message for message in reasons(logged)] == [True]
 
     def test_garbage_and_those_of_others_are_left_alone(self, history: History, logged: list[EventDict]) -> None:
         manifest = snapshot(history.settings, 4)

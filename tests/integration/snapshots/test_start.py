@@ -121,7 +121,7 @@ class TestDamage:
                 codebook_replica = codebook_replica_of(history.settings)
                 assert codebook_replica.codebook.seq == left, damage
                 assert loaded(logged) == ([4] if left else []), damage
-                assert all(reason in said for said in reasons(logged)), damage
+                assert all(reason in message for message in reasons(logged)), damage
                 assert len(reasons(logged)) == (1 if left else 2), damage
                 assert codebook_replica.catch_up(20)
                 assert same(codebook_replica.codebook, history.codebook)
@@ -176,6 +176,6 @@ class TestAnotherLog:
             for number in range(20):
                 again.add(f"x{number}", [float(number), 1.0])
             assert newest(history.settings) is None
-            assert ["made anew" in said for said in reasons(logged)] == [True]
+            assert ["made anew" in message for message in reasons(logged)] == [True]
         finally:
             again.close()

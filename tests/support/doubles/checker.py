@@ -149,16 +149,17 @@ def _of_causes(left: Left, deltas: Sequence[Delta]) -> Iterator[Fault]:
     for cause in causes:
         if given.get(cause.offset) != cause.feedback_id:
             yield Fault("offset", f"a delta names {cause.feedback_id!r} at {cause.offset}, where it is not")
-    made = {delta.cause.offset: delta.seq for delta in deltas if delta.cause is not UNSET}
-    said = {
+    delta_seqs = {delta.cause.offset: delta.seq for delta in deltas if delta.cause is not UNSET}
+    outcome_seqs = {
         _header(record, FEEDBACK_OFFSET_HEADER): outcome.seq
         for record in left.edits
         if (outcome := decode(record.value, Outcome)).seq is not UNSET
     }
-    for offset in sorted(made.keys() | said.keys()):
-        if made.get(offset) != said.get(offset):
+    for offset in sorted(delta_seqs.keys() | outcome_seqs.keys()):
+        if delta_seqs.get(offset) != outcome_seqs.get(offset):
             yield Fault(
-                "offset", f"feedback {offset} made delta {made.get(offset)}, and its outcome says {said.get(offset)}"
+                "offset",
+                f"feedback {offset} made delta {delta_seqs.get(offset)}, not {outcome_seqs.get(offset)} of its outcome",
             )
 
 
@@ -195,14 +196,14 @@ def _of_states(left: Left, codebook: Codebook | None) -> Iterator[Fault]:
 def _of_predictions(left: Left, states: Mapping[int, State]) -> Iterator[Fault]:
     for record in left.predictions:
         answer = decode(record.value, Prediction)
-        said = f"the answer to {answer.request_id!r} is from delta {answer.codebook_seq} of term {answer.term}"
+        text = f"the answer to {answer.request_id!r} is from delta {answer.codebook_seq} of term {answer.term}"
         state, edit = states.get(answer.codebook_seq), answer.edit
         if state is None or state.term != answer.term:
-            yield Fault("served", f"{said}, and the log has {state and state.term} as its term")
+            yield Fault("served", f"{text}, and the log has {state and state.term} as its term")
         elif edit is not UNSET and state.radii.get(edit.entry_id) != edit.radius:
-            yield Fault("served", f"{said}: {edit}, and the log has {state.radii.get(edit.entry_id)} as its radius")
+            yield Fault("served", f"{text}: {edit}, and the log has {state.radii.get(edit.entry_id)} as its radius")
         elif edit is not UNSET and not 0 <= edit.distance < edit.radius:
-            yield Fault("served", f"{said}: {edit} is not within its radius")
+            yield Fault("served", f"{text}: {edit} is not within its radius")
 
 
 def _together(pairs: Iterator[tuple[str, int]]) -> dict[str, set[int]]:
