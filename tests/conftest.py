@@ -1,4 +1,4 @@
-"""What the tests share: one real Kafka, one real Redis or Valkey, and the reasons to skip."""
+"""Fixtures and hooks of all tests: one real Kafka, one real Redis or Valkey, and the reasons to skip."""
 
 import functools
 import secrets
@@ -30,7 +30,7 @@ else:
 
 @pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of the session's Kafka. Every test puts its `prefix` before the topics that it makes there."""
+    """The address of the session's Kafka. Every test begins the names of its topics with its `prefix`."""
     from gracestream.deploy.local.backends import kafka_backend  # noqa: PLC0415 - tests of the engine alone run without it
 
     with kafka_backend(tmp_path_factory.mktemp("kafka")) as backend:
@@ -39,7 +39,7 @@ def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of the session's Redis or Valkey. Every test puts its `prefix` before the keys that it writes there."""
+    """The URL of the session's Redis or Valkey. Every test begins its keys with its `prefix`."""
     from gracestream.deploy.local.backends import redis_backend  # noqa: PLC0415 - likewise
 
     with redis_backend(tmp_path_factory.mktemp("redis")) as backend:
@@ -48,7 +48,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def prefix() -> str:
-    """What tells this test's topics, groups and keys from everyone else's, such as `t3f2a91c0-`."""
+    """The unique prefix of this test's topics, groups and keys, such as `t3f2a91c0-`."""
     return f"t{secrets.token_hex(4)}-"
 
 
@@ -64,12 +64,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """How to run the same part of the long runs again."""
+    """The part of the long runs, and the option that runs it again."""
     return f"long runs: part {config.option.part} of {PARTS}; --part {config.option.part} runs it again"
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """What `make chaos` and `make containers` add, and a setting of pyproject.toml that pytest-timeout would know."""
+    """The options of `make chaos` and `make containers`, and a setting of pyproject.toml for pytest-timeout."""
     if not pluginmanager.has_plugin("timeout"):
         parser.addini("timeout", "seconds for each test")
     text = "tell the whole story of what can fail so many times, in random orders; 0: a short one, once"
@@ -80,7 +80,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what uses Kafka or Redis; skip, with the reason, what this machine cannot run; sort the rest."""
+    """Mark tests that use Kafka or Redis; skip tests that this machine cannot run, with a reason; sort the rest."""
     arrange(items)
     for item in items:
         if any("kafka" in name or "redis" in name for name in getattr(item, "fixturenames", ())):
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand the tests of `pytest -n --dist loadfile` out in pieces; see `tests.support.scheduling`."""
+    """The scheduler of `pytest -n --dist loadfile`; see `tests.support.scheduling`."""
     return make_scheduler(config, log)
 
 

@@ -139,7 +139,7 @@ def _describe_separation(results: Sequence[TrialResult]) -> str:
     if best.nearer.value >= WEAK_SHARE:
         return (
             f"By the queries of {best.query}, {best.nearer.count} of {best.nearer.of} rephrases lie nearer to their"
-            " correction than any other request does, so traffic that the editor sees will keep radii smaller. Allow"
+            " correction than any other request does, so traffic that the editor reads will keep radii smaller. Allow"
             " more with --false-positives, or send more traffic."
         )
     return (

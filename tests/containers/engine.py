@@ -26,14 +26,14 @@ START_SECONDS = 60
 
 
 class EngineError(Exception):
-    """Why there is no engine, or no Compose, and none can be had."""
+    """There is no engine or no Compose, and none can be installed; the text gives the reason."""
 
 
 def require_engine() -> None:
-    """Let a Docker engine answer on this machine.
+    """Ensure that a Docker engine answers on this machine.
 
     Raises:
-        EngineError: none does, and none can be started.
+        EngineError: no engine answers, and none can be started.
     """
     if is_docker_available():
         return
@@ -109,7 +109,7 @@ def install(package: str) -> None:
     """Install a Debian package.
 
     Raises:
-        EngineError: it cannot be had.
+        EngineError: it cannot be installed.
     """
     if shutil.which("apt-get") is None:
         raise EngineError(f"{package} is not installed, and there is no apt-get to install it")
@@ -123,7 +123,7 @@ def install(package: str) -> None:
 
 
 def cache() -> Path:
-    """Where what is obtained is kept."""
+    """The folder of downloaded and compiled programs."""
     return load_settings().model.cache_dir.expanduser() / "containers"
 
 

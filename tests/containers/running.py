@@ -16,7 +16,7 @@ from tests.support.repository import ROOT
 IMAGE = f"gracestream-cpu:{PROJECT['version']}"
 
 CERTIFICATES = Path(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"))
-"""For the build, so that it trusts what this machine trusts."""
+"""Build arguments by which the build trusts the certificates of this machine."""
 
 
 def build_image(context: Path = ROOT, name: str = IMAGE) -> None:
@@ -53,7 +53,7 @@ class Compose:
         self._environment = {**os.environ, **trusted, **(environment or {})}
 
     def run(self, *arguments: str, fails: bool = False) -> str:
-        """One command; what it prints. It has to succeed, or, with `fails`, not to."""
+        """Run one command; returns its output. It must succeed, or fail with `fails`."""
         command = [*self._command, *arguments]
         done = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
         if (done.returncode != 0) is not fails:
@@ -65,20 +65,20 @@ class Compose:
         return done.stdout + (done.stderr if fails else "")
 
     def configured(self) -> dict[str, Any]:
-        """The files as Compose reads them, laid over each other."""
+        """The merged files, as Compose reads them."""
         found: dict[str, Any] = json.loads(self.run("config", "--format", "json"))
         return found
 
     def up(self, *arguments: str) -> None:
-        """Start what is not running, and wait until everything is healthy."""
+        """Start all services that do not run, and wait until all are healthy."""
         self.run("up", "--detach", "--wait", "--wait-timeout", "240", *arguments)
 
     def ids(self, service: str) -> list[str]:
-        """The containers of a service that run."""
+        """The ids of a service's running containers."""
         return sorted(self.run("ps", "--quiet", service).split())
 
     def inspect(self, service: str) -> list[dict[str, Any]]:
-        """What Docker knows of them."""
+        """Docker's description of these containers."""
         ids = self.ids(service)
         if not ids:
             return []

@@ -1,4 +1,4 @@
-"""The images that the project's containers are made of and run beside, from a registry or built in their place.
+"""The base images and neighbours of the project's containers, from a registry or built as stand-ins.
 
 Where no registry can be reached, each is built here from Debian's packages, Kafka's own jars or Prometheus' source. It
 has the label `gracestream.stand-in`, and the name of the image that it stands for only while the tests run. Stand-ins
@@ -27,14 +27,14 @@ from tests.support.deployment_files import compose
 
 LABEL = "gracestream.stand-in"
 RECIPE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-"""The label's value: one that another version of this file built is built again."""
+"""The label's value. A stand-in built by another version of this file is built again."""
 
 SUITE = "bookworm"
-"""A Debian whose Python is that of the image."""
+"""A Debian with the Python version of the image."""
 
 PYTHON_PACKAGES = "python3,python3-venv,python3-pip,python-is-python3,ca-certificates"
 CERTIFICATES = Path("/usr/local/share/ca-certificates")
-"""Those that this machine trusts besides Debian's, such as a proxy's."""
+"""The folder of certificates that this machine trusts in addition to Debian's, such as a proxy's."""
 
 SERVERS = f"""
 FROM python:3.11-slim
@@ -59,7 +59,7 @@ USER appuser
 LABEL {LABEL}={RECIPE}
 CMD ["/etc/kafka/docker/run"]
 """
-"""As Apache's image: its own class turns variables into properties, and formats the folder."""
+"""The entry point, as in Apache's image: its class turns variables into properties, and formats the folder."""
 
 KAFKA_RUN = """#!/bin/bash
 output=$(java -cp '/opt/kafka/libs/*' kafka.docker.KafkaDockerWrapper setup --default-configs-dir /etc/kafka/docker \\
@@ -71,7 +71,7 @@ exec java $KAFKA_HEAP_OPTS -XX:+UseSerialGC -cp '/opt/kafka/libs/*' kafka.Kafka 
 KAFKA_PROBE = """#!/bin/bash
 : < "/dev/tcp/${2/://}"
 """
-"""Kafka's tool is in a jar of its own; whether the port answers is enough here."""
+"""The health check. Kafka's own tool is in a further jar; here an open port suffices."""
 
 VALKEY = f"""
 FROM python:3.11
@@ -98,13 +98,13 @@ ENTRYPOINT ["prometheus", "--config.file=/etc/prometheus/prometheus.yml", "--sto
 
 
 KEPT = "gracestream-stand-in"
-"""Under this name stand-ins are kept; the name of the image that they stand for they have while the tests run."""
+"""The name of stored stand-ins. They have the names of the images that they replace only while tests run."""
 
 UNREACHABLE = ("dial tcp", "no such host", "connection refused", "i/o timeout", "proxyconnect", "request canceled")
-"""What an engine says of a registry that does not answer."""
+"""An engine's messages about a registry that does not answer."""
 
 _named: set[str] = set()
-"""Images whose names stand-ins have now."""
+"""The images whose names stand-ins have at present."""
 
 
 def require_images(*services: str) -> None:
@@ -122,7 +122,7 @@ def require_images(*services: str) -> None:
 
 
 def remove_stand_ins() -> None:
-    """Take the names of other images from the stand-ins that this process gave them to."""
+    """Remove the names of other images from this process's stand-ins."""
     if not _named:
         return
     client = docker.from_env()
@@ -170,7 +170,7 @@ def _build_stand_in(client: docker.DockerClient, name: str) -> None:
 
 
 def _build_python(client: docker.DockerClient, name: str) -> None:
-    """Debian with its own Python: nobody has the official image's but a registry."""
+    """Debian with its own Python, since the official image comes from a registry only."""
     if shutil.which("debootstrap") is None:
         install("debootstrap")
     with tempfile.TemporaryDirectory() as folder:
@@ -196,7 +196,7 @@ def _build_python(client: docker.DockerClient, name: str) -> None:
 
 
 def _mirror() -> str:
-    """Where this machine has its packages from."""
+    """The mirror of this machine's packages."""
     for path in (*Path("/etc/apt/sources.list.d").glob("*.sources"), Path("/etc/apt/sources.list")):
         text = path.read_text() if path.exists() else ""
         if found := re.search(r"^(?:URIs:\s*|deb\s+(?:\[.*?\]\s*)?)(\S+)", text, re.MULTILINE):
@@ -212,7 +212,7 @@ def _build_kafka(client: docker.DockerClient, name: str) -> None:
 
 
 def _build_prometheus(client: docker.DockerClient, name: str) -> None:
-    """The version that the Compose file names, compiled."""
+    """Compile the version that the Compose file names."""
     major, minor, patch = map(int, name.partition(":v")[2].split("."))
     version = f"v0.{major}{minor:02d}.{patch}"  # as its releases are numbered for Go
     folder = cache() / f"prometheus-{version}"

@@ -42,24 +42,24 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 NAME = f"gracestream-test-{os.getpid()}"
 PROMPTS = list(dict.fromkeys(texts(500, seed=77, shortest=6)))
 EACH = 100
-"""Corrections, at most, while a part is away."""
+"""Limit on the corrections while a part is unavailable."""
 
 PARTS = ("kafka", "redis", "editor", "inference")
 TIMEOUT = 120.0
-"""Seconds that a part may take to come back, or what waits for it to go on."""
+"""Seconds in which a part must return, and its clients go on."""
 
 numbers = count()
 
 
 def overlay(folder: Path, name: str, document: Mapping[str, Any]) -> Path:
-    """A file to lay over the project's."""
+    """An override file of the Compose file."""
     path = folder / f"{name}.yml"
     path.write_text(yaml.safe_dump(dict(document)))
     return path
 
 
 def serving(checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
-    """What lets a worker serve this model, with more of its own."""
+    """The settings of a worker with this model, and further settings."""
     chosen = {**LIMITS, "query_source": checkpoint.query}
     environment = {f"GRACESTREAM_{name.upper()}": str(value) for name, value in chosen.items()}
     return {"volumes": [f"{checkpoint.folder}:/model:ro"], "environment": environment, **more}
@@ -67,7 +67,7 @@ def serving(checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """A folder whose files containers may read: not `tmp_path`, into which only its owner may look."""
+    """A folder that containers may read, unlike `tmp_path`, which only its owner may read."""
     with TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -85,7 +85,7 @@ def checkpoint(folder: Path) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def stack(request: pytest.FixtureRequest, folder: Path, checkpoint: Checkpoint) -> Iterator[Compose]:
-    """The Compose file, up, with a tiny model."""
+    """The running Compose stack with a tiny model."""
     if not request.config.getoption("containers"):
         pytest.skip("`make containers` runs it")
     if (ROOT / ".env").exists():
@@ -107,7 +107,7 @@ def stack(request: pytest.FixtureRequest, folder: Path, checkpoint: Checkpoint) 
 
 @pytest.fixture
 def users(stack: Compose) -> Iterator[Users]:
-    """People on the host, who reach Kafka at the port that is published."""
+    """Users on the host, who reach Kafka at its published port."""
     stack.up()
     people = Users(settings_for("localhost:9092", "redis://localhost:1/0", ""))
     yield people
@@ -121,13 +121,13 @@ def correct(users: Users, text: str, target: str = "river") -> Outcome:
 
 
 def ask(users: Users, text: str, min_seq: int = 0) -> Prediction:
-    """The answer to a text, of a replica that has the delta."""
+    """The answer to a text from a replica with the delta."""
     name = f"q{next(numbers)}"
     return users.ask(question(name, text, min_seq=min_seq), timeout=TIMEOUT)[name]
 
 
 def kill(container: Mapping[str, Any]) -> None:
-    """End a container's process as the kernel does where memory ends: after Docker's own `kill` none starts again."""
+    """Kill a container's process, as the kernel does without memory: after Docker's `kill` it would not restart."""
     pid = container["State"]["Pid"]
     groups = Path(f"/proc/{pid}/cgroup")
     if pid <= 1 or not groups.exists() or container["Id"] not in groups.read_text():
@@ -154,7 +154,7 @@ def assert_corrected(users: Users, text: str, target: str = "river") -> int:
 
 
 class Traffic:
-    """Requests and corrections, one after the other, for as long as the block lasts; each must get its reply."""
+    """Sends requests and corrections inside its context, one after the other; each must get its reply."""
 
     def __init__(self, users: Users, corrections: list[str]) -> None:
         self._users = users
@@ -315,7 +315,7 @@ PASSWORD = "GRACESTREAM_REDIS_PASSWORD"
 
 @pytest.fixture
 def external(stack: Compose, users: Users, folder: Path, checkpoint: Checkpoint) -> Iterator[Compose]:
-    """The workers alone, with a Kafka of others, and a Redis of others that asks for a password."""
+    """The workers alone, with an external Kafka, and an external Redis with a password."""
     assert stack.ids("kafka")
     assert users
     secret = folder / PASSWORD
@@ -395,7 +395,7 @@ def test_the_overlay_for_a_gpu_never_trains_on_the_cpu(stack: Compose, folder: P
 
 @pytest.fixture
 def prometheus(stack: Compose, users: Users) -> str:
-    """The address of a real Prometheus that has asked both workers."""
+    """The address of a real Prometheus that has scraped both workers."""
     assert users
     try:
         require_images("prometheus")
@@ -435,7 +435,7 @@ def test_alerts_fire_when_they_should(stack: Compose, prometheus: str) -> None:
 
 
 def asked(address: str, what: str, **query: str) -> Any:
-    """What Prometheus answers."""
+    """The answer of Prometheus to a query."""
     url = f"{address}/api/v1/{what}?{urllib.parse.urlencode(query)}"
     with urllib.request.urlopen(url, timeout=10) as answer:
         found = json.load(answer)

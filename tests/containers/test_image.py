@@ -1,4 +1,4 @@
-"""The image without a GPU: what it weighs, what a change of the code costs, and that it runs without any right."""
+"""The image without a GPU: its size, the size of a change of the code, and that it runs without rights."""
 
 import shutil
 import subprocess
@@ -26,13 +26,13 @@ from tests.support.tiny_models import texts
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 
 IMAGE = "gracestream-cpu:tested"
-"""Not the name of the image that `docker compose` of this machine runs."""
+"""A name other than that of the image that `docker compose` runs on this machine."""
 
 LARGEST = 1.8e9
-"""Bytes of what the image adds to its base."""
+"""Limit on the bytes that the image adds to its base."""
 
 LARGEST_CHANGE = 20e6
-"""Bytes of what a change of the code adds to an image."""
+"""Limit on the bytes that a change of the code adds to an image."""
 
 CONFINED = ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--tmpfs", "/tmp"]
 PROMPTS = texts(4, seed=77, shortest=6)
@@ -55,7 +55,7 @@ def engine() -> Iterator[docker.DockerClient]:
 @pytest.fixture
 def checkpoint() -> Iterator[Checkpoint]:
     """A tiny model that any user may read."""
-    with TemporaryDirectory() as name:  # not `tmp_path`, into which only its owner may look
+    with TemporaryDirectory() as name:  # not `tmp_path`, which only its owner may read
         folder = Path(name)
         folder.chmod(0o755)
         saved = save_checkpoint("llama", folder)

@@ -1,4 +1,4 @@
-"""Containers of the local stack, on a real Docker engine. Their image is made here: no registry is needed."""
+"""Containers of the local stack on a real Docker engine. Their image is built here, without a registry."""
 
 import io
 import re
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.docker
 
 @pytest.fixture
 def valkey(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An image of this machine's Valkey, in place of the one that a registry has."""
+    """An image of this machine's Valkey, in place of the registry's image."""
     binary = Path(_find_binary())
     linked = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
     files = {"/valkey-server": binary} | {path: Path(path) for path in re.findall(r"/\S+", linked)}
@@ -37,7 +37,7 @@ def valkey(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     name, _, tag = image.partition(":")
     client.api.import_image_from_data(packed.getvalue(), repository=name, tag=tag, changes=changes)
     monkeypatch.setattr(containers, "REDIS_IMAGE", image)
-    monkeypatch.setattr(testcontainers_config, "_ryuk_disabled", True)  # its image comes from a registry
+    monkeypatch.setattr(testcontainers_config, "_ryuk_disabled", True)  # its image would come from a registry
     # Where the tests are in a container, testcontainers takes the engine for that container's host.
     monkeypatch.setattr(testcontainers_config, "connection_mode_override", ConnectionMode.docker_host)
     yield image
@@ -62,7 +62,7 @@ def test_redis_is_published_on_loopback_alone(valkey: str) -> None:
         assert hosts(valkey) == {"127.0.0.1"}
 
 
-def test_every_container_of_testcontainers_is(valkey: str) -> None:
+def test_every_container_of_testcontainers_publishes_on_loopback_alone(valkey: str) -> None:
     with DockerContainer(valkey).with_exposed_ports(6379, "8080/tcp"):
         wait_until(lambda: hosts(valkey))
         assert hosts(valkey) == {"127.0.0.1"}

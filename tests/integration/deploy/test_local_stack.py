@@ -1,4 +1,4 @@
-"""The local stack: it starts, keeps its data, says plainly what is missing, and leaves nothing behind."""
+"""The local stack: it starts, keeps its data, names what is missing, and leaves nothing behind."""
 
 import os
 import signal
@@ -87,11 +87,11 @@ class TestPorts:
         assert {**again, **first} == again
         assert assign_ports(tmp_path, self.NAMES[:2], None, reports.append) == dict(list(first.items())[:2])
         assert assign_ports(tmp_path, self.NAMES, None, reports.append) == again, (
-            "of a replica that was not there once, too"
+            "also of a replica that did not run once"
         )
         assert reports == []
 
-    def test_one_that_is_in_use_now_is_told(self, tmp_path: Path) -> None:
+    def test_a_port_in_use_is_replaced_and_reported(self, tmp_path: Path) -> None:
         reports: list[str] = []
         first = assign_ports(tmp_path, self.NAMES, None, reports.append)
         with socket.socket() as taken:
@@ -105,14 +105,14 @@ class TestPorts:
         ]
         assert assign_ports(tmp_path, self.NAMES, None, reports.append) == again
 
-    def test_those_from_a_given_one_on_follow_each_other(self, tmp_path: Path) -> None:
+    def test_ports_from_a_given_port_on_are_consecutive(self, tmp_path: Path) -> None:
         port = next(port for port in range(15_000, 20_000, 7) if all(map(is_port_free, range(port, port + 4))))
         ports = assign_ports(tmp_path, self.NAMES, port, ignore_progress)
         assert ports == dict(zip(self.NAMES, range(port, port + 4), strict=True))
         assert assign_ports(tmp_path, self.NAMES, None, ignore_progress) == ports
         assert find_free_port() not in ports.values()
 
-    def test_a_file_of_ports_that_cannot_be_read_is_written_anew(self, tmp_path: Path) -> None:
+    def test_an_unreadable_file_of_ports_is_replaced(self, tmp_path: Path) -> None:
         (tmp_path / "ports.json").write_text("{")
         ports = assign_ports(tmp_path, self.NAMES, None, ignore_progress)
         assert assign_ports(tmp_path, self.NAMES, None, ignore_progress) == ports
@@ -157,7 +157,7 @@ class TestKafka:
             assert read_values(successor.bootstrap, topic, 1) == [b"kept"]
 
     @pytest.mark.kafka
-    def test_a_broker_that_dies_at_start_shows_the_end_of_its_log(self, tmp_path: Path) -> None:
+    def test_the_error_for_a_broker_that_dies_at_start_has_the_end_of_its_log_file(self, tmp_path: Path) -> None:
         (tmp_path / "log").mkdir()
         (tmp_path / "log" / "meta.properties").write_text("version=1\ncluster.id=other\nnode.id=7\n")
         server = LocalKafka(tmp_path)
@@ -176,12 +176,14 @@ class TestKafka:
             with pytest.raises(StackError, match=f"port {port} of 127.0.0.1, wanted for Kafka, is in use"):
                 LocalKafka(tmp_path, port).start()
 
-    def test_a_data_folder_that_cannot_be_is_named(self, tmp_path: Path) -> None:
+    def test_an_impossible_data_folder_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(StackError, match=r"Kafka cannot keep its data in .*file.*; choose another folder"):
             LocalKafka(tmp_path / "file").start()
 
-    def test_without_java_it_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_error_without_java_names_what_to_install(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.delenv("JAVA_HOME", raising=False)
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(StackError, match="no java on PATH, and a local Kafka needs Java 17 or newer; install it"):
@@ -203,7 +205,9 @@ class TestKafka:
         with pytest.raises(StackError, match=message):
             local_kafka.find_java()
 
-    def test_without_maven_it_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_error_without_maven_names_what_to_install(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(StackError, match=r"no mvn on PATH to fetch Apache Kafka 4.* install Maven, or set"):
             local_kafka.fetch_jars(tmp_path / "cache")
@@ -225,7 +229,7 @@ class TestRedis:
             assert client.get(prefix + "head") == b"1:2:abc"
 
     @pytest.mark.kafka
-    def test_what_was_written_survives_a_kill(self, own_redis: LocalRedis) -> None:
+    def test_written_data_survive_a_kill(self, own_redis: LocalRedis) -> None:
         with redis.Redis.from_url(own_redis.url) as client:
             client.set("head", b"1:2:abc")
         own_redis.kill()
@@ -237,7 +241,7 @@ class TestRedis:
         with pytest.raises(StackError, match=f"port {own_redis.port} of 127.0.0.1, wanted for Valkey, is in use"):
             LocalRedis(tmp_path / "other", own_redis.port).start()
 
-    def test_another_one_on_the_same_data_is_rejected(self, own_redis: LocalRedis) -> None:
+    def test_another_server_on_the_same_data_is_rejected(self, own_redis: LocalRedis) -> None:
         with pytest.raises(StackError, match=f"another Valkey runs on the data in {own_redis.data_dir}; stop it"):
             LocalRedis(own_redis.data_dir).start()
         own_redis.kill()
@@ -248,7 +252,7 @@ class TestRedis:
 class TestBackends:
     @pytest.fixture
     def images(self) -> None:
-        """The images of Kafka and Redis, where a registry or this machine has them."""
+        """The images of Kafka and Redis, if a registry or this machine has them."""
         with closing(docker.from_env()) as client:
             for image in (kafka_image(), REDIS_IMAGE):
                 try:
@@ -304,13 +308,13 @@ class TestBackends:
 
 
 class TestChild:
-    def test_its_output_is_in_its_log_and_stop_ends_it(self, tmp_path: Path) -> None:
+    def test_its_output_is_in_its_log_file_and_stop_ends_it(self, tmp_path: Path) -> None:
         with ChildProcess("sleeper", SLEEP, log_file=tmp_path / "log") as child:
             child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
             assert child.running
         assert child.returncode == -signal.SIGTERM
 
-    def test_one_that_does_not_stop_is_killed(self, tmp_path: Path) -> None:
+    def test_a_process_that_does_not_stop_is_killed(self, tmp_path: Path) -> None:
         with ChildProcess("stubborn", STUBBORN, log_file=tmp_path / "log") as child:
             child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
             child.stop(timeout=0.1)
@@ -325,7 +329,7 @@ class TestChild:
             assert child.pid != first
         assert (tmp_path / "log").read_text() == "awake\nawake\n"
 
-    def test_ending_while_waited_for_shows_status_and_log(self, tmp_path: Path) -> None:
+    def test_the_error_for_a_process_that_ends_early_has_status_and_log(self, tmp_path: Path) -> None:
         argv = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
         with (
             ChildProcess("worker", argv, log_file=tmp_path / "log") as child,
@@ -346,7 +350,7 @@ class TestChild:
         with pytest.raises(StackError, match="needs the program 'no-such-program', which is not on PATH"):
             ChildProcess("x", ["no-such-program"], log_file=tmp_path / "log").start()
 
-    def test_one_that_was_paused_can_still_be_stopped_in_order(self, tmp_path: Path) -> None:
+    def test_a_paused_process_can_be_stopped(self, tmp_path: Path) -> None:
         with ChildProcess("sleeper", SLEEP, log_file=tmp_path / "log") as child:
             child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
             child.send_signal(signal.SIGSTOP)
@@ -391,7 +395,7 @@ time.sleep(600)
         finally:
             child.kill()
 
-    def test_a_worker_gets_its_settings_and_tells_when_it_is_ready(self, tmp_path: Path) -> None:
+    def test_a_worker_gets_its_settings_and_reports_when_it_is_ready(self, tmp_path: Path) -> None:
         (tmp_path / "answering.py").write_text(
             "import http.server, os\n"
             "address = ('127.0.0.1', int(os.environ['GRACESTREAM_HTTP_PORT']))\n"
@@ -413,6 +417,6 @@ def write_script(path: Path, body: str) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be collected does not."""
+    """True if a process runs; a zombie does not."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

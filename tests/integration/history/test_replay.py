@@ -1,4 +1,4 @@
-"""Replay: any state of the history comes back from `deltas`, and a history that does not fold is a fault."""
+"""Replay restores any state of the history from `deltas`; an invalid history is an error."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ from tests.support.written_history import History, same
 
 @pytest.fixture
 def history(deployment: Settings) -> Iterator[History]:
-    """Two terms of edits."""
+    """A history of two terms."""
     made = History(deployment)
     steps: list[tuple[tuple[EntryChange, ...], dict[str, Any]]] = [
         ((), {"op": "lead"}),
@@ -37,13 +37,13 @@ def history(deployment: Settings) -> Iterator[History]:
     ]
     for seq, (entries, fields) in enumerate(steps, start=1):
         assert made.step(*entries, **fields) == seq
-        time.sleep(0.005)  # no two of them are of one millisecond of Kafka's clock
+        time.sleep(0.005)  # so that no two deltas have the same timestamp
     yield made
     made.close()
 
 
-def folded(history: History, count: int) -> Codebook:
-    """The fold of the first records, by hand."""
+def applied(history: History, count: int) -> Codebook:
+    """The codebook after the first records, applied one by one."""
     codebook = Codebook(history.settings.model.codebook, MODEL, LAYER)
     for record in records(history.settings, "deltas")[:count]:
         codebook.apply(record.value)
@@ -51,7 +51,7 @@ def folded(history: History, count: int) -> Codebook:
 
 
 def moment(history: History, seq: int) -> datetime:
-    """When Kafka took a delta."""
+    """Kafka's timestamp of a delta."""
     milliseconds: int = records(history.settings, "deltas")[seq - 1].timestamp
     return datetime.fromtimestamp(milliseconds / 1000, UTC)
 
@@ -63,18 +63,18 @@ def replayed(settings: Settings, seq: int | None = None, until: datetime | None 
 
 
 class TestStates:
-    def test_all_of_the_log_gives_the_codebook_of_now(self, history: History) -> None:
+    def test_the_whole_log_gives_the_present_codebook(self, history: History) -> None:
         assert same(replayed(history.settings), history.codebook)
 
-    def test_every_seq_gives_the_codebook_of_then(self, history: History) -> None:
+    def test_every_seq_gives_its_codebook(self, history: History) -> None:
         for seq in (1, 2, 4, 5, 6, 7):
-            assert same(replayed(history.settings, seq), folded(history, seq))
+            assert same(replayed(history.settings, seq), applied(history, seq))
 
-    def test_every_time_gives_the_codebook_of_then(self, history: History) -> None:
+    def test_every_time_gives_its_codebook(self, history: History) -> None:
         for seq in (1, 3, 5, 7):
             for milliseconds in (0, 1):
                 at = moment(history, seq) + timedelta(milliseconds=milliseconds)
-                assert same(replayed(history.settings, until=at), folded(history, seq))
+                assert same(replayed(history.settings, until=at), applied(history, seq))
 
     def test_there_is_nothing_before_the_first_delta(self, history: History) -> None:
         assert replay_deltas(history.settings.kafka, 0) is None
@@ -84,12 +84,12 @@ class TestStates:
         assert replay_deltas(deployment.kafka) is None
         assert list(history_steps(deployment.kafka)) == []
 
-    def test_a_seq_that_is_not_there_yet_is_named(self, history: History) -> None:
+    def test_a_seq_beyond_the_log_is_named(self, history: History) -> None:
         with pytest.raises(HistoryError, match="the log ends at delta 7; there is no 8 yet"):
             replay_deltas(history.settings.kafka, 8)
 
-    def test_what_a_fenced_editor_left_behind_does_not_count(self, history: History) -> None:
-        stale = folded(history, 4)
+    def test_deltas_of_a_fenced_editor_do_not_count(self, history: History) -> None:
+        stale = applied(history, 4)
         for _ in range(5):
             record = sealed(stale, added(f"stale-{stale.seq}", [9.0, 9.0], 1.0))
             stale.apply(record)
@@ -107,7 +107,7 @@ class TestFaults:
             replay_deltas(history.settings.kafka)
         with pytest.raises(HistoryError, match="the record at offset 7 of deltas cannot be applied: not a valid delta"):
             list(history_steps(history.settings.kafka))
-        assert same(replayed(history.settings, 7), folded(history, 7)), "what lies before it can be replayed"
+        assert same(replayed(history.settings, 7), applied(history, 7)), "the deltas before it can be replayed"
 
     def test_a_tombstone(self, history: History) -> None:
         history._producer.send(history.settings.kafka.topic("deltas"), key=b"k", value=None, partition=0).get(30)
@@ -120,7 +120,7 @@ class TestFaults:
         with pytest.raises(HistoryError, match="delta 9 of term 2 follows 7 of term 2: a gap"):
             replay_deltas(history.settings.kafka)
 
-    def test_one_bit_that_is_another(self, history: History) -> None:
+    def test_one_flipped_bit(self, history: History) -> None:
         record = bytearray(sealed(history.codebook, added("d", [2.0, 2.0], 1.0)))
         record[record.index(b"d", 40)] ^= 1
         history.write(bytes(record))
@@ -133,8 +133,8 @@ class TestFaults:
             replay_deltas(history.settings.kafka)
 
 
-class TestWords:
-    def test_each_step_is_told_with_the_correction_behind_it(self, history: History) -> None:
+class TestHistorySteps:
+    def test_each_step_has_its_correction(self, history: History) -> None:
         steps = list(history_steps(history.settings.kafka))
         assert [step.op for step in steps] == ["lead", "add", "add", "expand", "lead", "undo", "add"]
         assert [step.term for step in steps] == [1, 1, 1, 1, 2, 2, 2]
@@ -147,11 +147,11 @@ class TestWords:
         assert steps[5].entries == {"b": "removed"}
         assert steps[1].timestamp == moment(history, 2).timestamp()
 
-    def test_an_entry_that_comes_again_after_it_was_removed_is_new(self, history: History) -> None:
+    def test_an_entry_added_after_its_removal_is_new(self, history: History) -> None:
         history.add("b", [0.0, 1.0], 0.9)
         assert list(history_steps(history.settings.kafka))[-1].entries == {"b": "new, radius 0.9"}
 
-    def test_a_correction_that_cannot_be_read_any_more_leaves_the_step(self, history: History) -> None:
+    def test_a_step_without_a_readable_correction_remains(self, history: History) -> None:
         offset = history.write(b"not feedback", "feedback")
         for feedback_id, at in (("d", offset), ("e", 999)):
             cause = Cause(feedback_id=feedback_id, offset=at, entry_id=feedback_id)
@@ -162,8 +162,8 @@ class TestWords:
         assert [step.inputs for step in last] == [None, None, "one | two"]
 
 
-def test_a_history_is_read_on_past_a_transaction_that_was_still_open(history: History) -> None:
-    """Kafka shows nothing after the start of an open transaction, and the last one may be open for a moment more."""
+def test_reading_goes_on_behind_a_transaction_that_was_open(history: History) -> None:
+    """Kafka returns no record after the start of an open transaction, and the last transaction may still be open."""
     writer = producer(history.settings.kafka, transactional_id=history.settings.kafka.topic("late"))
     writer.init_transactions()
     writer.begin_transaction()
@@ -186,14 +186,14 @@ def test_a_history_is_read_on_past_a_transaction_that_was_still_open(history: Hi
 
 
 class TestFiles:
-    def test_a_codebook_comes_back_bit_for_bit(self, history: History, tmp_path: Path) -> None:
+    def test_a_codebook_is_restored_bit_for_bit(self, history: History, tmp_path: Path) -> None:
         for seq in range(1, 8):
             codebook = replayed(history.settings, seq)
             save_codebook(codebook, tmp_path / "codebook")
             assert same(load_codebook(tmp_path / "codebook"), codebook)
         assert [path.name for path in tmp_path.iterdir()] == ["codebook"]
 
-    def test_one_that_was_loaded_goes_on_with_the_rest_of_the_log(self, history: History, tmp_path: Path) -> None:
+    def test_a_loaded_codebook_applies_the_rest_of_the_log(self, history: History, tmp_path: Path) -> None:
         for seq in range(1, 7):
             save_codebook(replayed(history.settings, seq), tmp_path / "codebook")
             codebook = load_codebook(tmp_path / "codebook")
@@ -201,7 +201,7 @@ class TestFiles:
                 codebook.apply(record.value)
             assert same(codebook, history.codebook)
 
-    def test_a_file_that_is_none_or_not_whole_is_a_fault(self, history: History, tmp_path: Path) -> None:
+    def test_an_invalid_or_truncated_file_is_an_error(self, history: History, tmp_path: Path) -> None:
         path = tmp_path / "codebook"
         with pytest.raises(CodebookFileError, match="is not a codebook file"):
             load_codebook(path)

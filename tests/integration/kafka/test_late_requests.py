@@ -1,4 +1,4 @@
-"""Requests of a transaction that reach Kafka late: each test holds or copies one on its way through a proxy."""
+"""Late requests of a transaction: each test holds or copies a request in a proxy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from tests.support.running import records, wait_for_open_transactions, wait_unti
 
 @dataclass(frozen=True, slots=True)
 class Proxied:
-    """A transactional producer behind a proxy. `settings` lead to the same Kafka without the proxy."""
+    """A transactional producer behind a proxy. `settings` have the address of the same Kafka without the proxy."""
 
     writer: TransactionalProducer
     proxy: KafkaProxy
@@ -35,7 +35,7 @@ class Proxied:
         self.writer.send_offsets_to_transaction(position, self.settings.kafka.topic("editor"))
 
     def committed(self) -> list[bytes]:
-        """What a reader of committed records sees."""
+        """The committed records."""
         wait_for_open_transactions(self.settings, EDITS)
         return [record.value for record in records(self.settings, EDITS)]
 
@@ -59,7 +59,7 @@ def kafka_behind_proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
 def proxied(
     request: pytest.FixtureRequest, kafka_behind_proxy: tuple[KafkaProxy, LocalKafka], deployment: Settings
 ) -> Iterator[Proxied]:
-    """On a cluster whose EndTxn raises the epoch, and on the same cluster after a downgrade of that feature."""
+    """A producer on a cluster whose EndTxn raises the epoch, and on the cluster after a downgrade of that feature."""
     proxy, server = kafka_behind_proxy
     settings = deployment.replace(kafka=server.bootstrap)
     create_topics(settings.kafka, partitions=1, replication=1)
@@ -86,9 +86,9 @@ def test_a_late_end_ends_no_other_transaction(proxied: Proxied) -> None:
     proxied.proxy.arm(fault := Fault(Api.END_TXN, "hold", Moment("before", Api.ADD_OFFSETS)))
     proxied.writer.commit_transaction()
     proxied.write(b"two")
-    proxied.take_offset(7)  # the late commit arrives when `two` is in the log and its offset is not
+    proxied.take_offset(7)  # the late commit arrives when `two` is in the log, but not its offset
     assert fault.released
-    assert fault.error not in (0, None), "the broker took it for the end of the second transaction"
+    assert fault.error not in (0, None), "the broker counted it as the end of the second transaction"
     assert [record.value for record in records(proxied.settings, EDITS)] == [b"one"]
     proxied.writer.abort_transaction()
     proxied.write(b"three")

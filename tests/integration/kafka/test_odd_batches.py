@@ -1,4 +1,4 @@
-"""Batches that Kafka takes and its Python clients read wrongly: each record is met once, in its own place."""
+"""Batches that Kafka takes and its Python clients misread: each record is read once, at its offset."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ ODD = pytest.mark.parametrize(
 
 
 def send(settings: Settings, topic: str, *messages: Any, name: str = "any") -> None:
-    """All in one batch, or few."""
+    """Send records in one batch, or in few."""
     writer = producer(settings.kafka, linger_ms=200)
     for message in messages:
         writer.send(settings.kafka.topic(topic), value=encode(message), headers=[(name, b"\xff")], partition=0)
@@ -53,7 +53,7 @@ def test_a_replica_answers_every_request_once(
 
 
 @ODD
-def test_an_editor_that_starts_again_goes_on_where_the_first_one_was(
+def test_a_restarted_editor_continues_at_the_right_offset(
     deployment: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attributes: int, delta: int, name: str
 ) -> None:
     def decided() -> list[str]:

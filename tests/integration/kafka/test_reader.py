@@ -1,4 +1,4 @@
-"""A topic comes out the same, whichever library reads it; and nothing is lost where one of them gives up."""
+"""Both libraries read a topic equally, and no record is lost if one of them gives up."""
 
 import signal
 import threading
@@ -25,7 +25,7 @@ CODECS = (None, "gzip", "snappy", "lz4", "zstd")
 
 @pytest.fixture
 def by_aiokafka(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every partition is read in bulk as far as it goes; the offsets that came so."""
+    """Make every partition be read in bulk; yields the offsets read that way."""
     offsets: list[int] = []
     read_bulk = reading.read_bulk
 
@@ -40,13 +40,13 @@ def by_aiokafka(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Writer:
-    """Writes to partition 0 of `deltas` whatever may stand in a topic."""
+    """Writes records of any kind to partition 0 of `deltas`."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
     def plain(self, *values: bytes | None, name: str = "name", codec: str | None = None) -> None:
-        """Records outside a transaction, in as few batches as they fit in."""
+        """Write records without a transaction, in as few batches as possible."""
         writer = producer(self._settings.kafka, compression_type=codec, linger_ms=50)
         for value in values:
             writer.send(
@@ -56,7 +56,7 @@ class Writer:
         writer.close()
 
     def transaction(self, *values: bytes, end: str) -> Any:
-        """Records in a transaction that is committed, aborted, or left open; its producer."""
+        """Write records in a transaction that is committed, aborted, or left open; returns its producer."""
         name = f"{self._settings.kafka.topic_prefix}{values[0].decode()}"
         writer = producer(self._settings.kafka, transactional_id=name)
         writer.init_transactions()
@@ -72,7 +72,7 @@ class Writer:
 
 @pytest.fixture
 def settings(kafka: str, prefix: str) -> Settings:
-    """Of topics on which nothing has been written."""
+    """Settings of empty topics."""
     made = settings_for(kafka, "redis://unused", prefix)
     create_topics(made.kafka, partitions=2, replication=1)
     return made
@@ -83,13 +83,11 @@ def writer(settings: Settings) -> Writer:
     return Writer(settings)
 
 
-def seen(found: Any) -> list[tuple[Any, ...]]:
+def fields_of(found: Any) -> list[tuple[Any, ...]]:
     return [(each.offset, each.timestamp, each.key, each.value, list(each.headers)) for each in found]
 
 
-def test_what_aiokafka_reads_is_what_kafka_python_reads(
-    settings: Settings, writer: Writer, by_aiokafka: list[int]
-) -> None:
+def test_aiokafka_and_kafka_python_read_the_same(settings: Settings, writer: Writer, by_aiokafka: list[int]) -> None:
     for codec in CODECS:
         writer.plain(b"", None, b"x" * 5_000, b"y" * 100_000, codec=codec)
         writer.transaction(f"kept {codec}".encode(), b"too", end="commit")
@@ -98,15 +96,15 @@ def test_what_aiokafka_reads_is_what_kafka_python_reads(
     wait_for_open_transactions(settings, DELTAS)
     expected = records(settings, DELTAS)
     assert len(expected) == 6 * len(CODECS) + 1
-    assert seen(read_topic(settings.kafka, DELTAS)) == seen(expected)
+    assert fields_of(read_topic(settings.kafka, DELTAS)) == fields_of(expected)
     assert by_aiokafka == [record.offset for record in expected]
     middle = expected[9]
-    assert seen(read_topic(settings.kafka, DELTAS, middle.offset)) == seen(expected[9:])
+    assert fields_of(read_topic(settings.kafka, DELTAS, middle.offset)) == fields_of(expected[9:])
     later = [record for record in expected if record.timestamp >= middle.timestamp]
-    assert seen(read_topic(settings.kafka, DELTAS, start_time_ms=middle.timestamp)) == seen(later)
+    assert fields_of(read_topic(settings.kafka, DELTAS, start_time_ms=middle.timestamp)) == fields_of(later)
 
 
-def test_odd_records_come_out_in_their_places(
+def test_odd_records_are_read_at_their_offsets(
     settings: Settings, writer: Writer, by_aiokafka: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer.plain(b"1", b"2")
@@ -118,13 +116,11 @@ def test_odd_records_come_out_in_their_places(
     values = [b"1", b"2", b"3", b"4", *[b"5", b"odd", b"6"] * 3]
     found = list(read_topic(settings.kafka, DELTAS))
     assert [(record.offset, record.value) for record in found] == list(enumerate(values))
-    assert seen(found) == seen(records(settings, DELTAS))
+    assert fields_of(found) == fields_of(records(settings, DELTAS))
     assert by_aiokafka == list(range(len(values)))
 
 
-def test_reading_ends_before_a_transaction_that_is_open(
-    settings: Settings, writer: Writer, by_aiokafka: list[int]
-) -> None:
+def test_reading_ends_before_an_open_transaction(settings: Settings, writer: Writer, by_aiokafka: list[int]) -> None:
     writer.plain(b"1", b"2")
     pending = writer.transaction(b"open", end="open")
     writer.plain(b"3")
@@ -136,7 +132,7 @@ def test_reading_ends_before_a_transaction_that_is_open(
     assert [record.value for record in read_topic(settings.kafka, DELTAS)] == [b"1", b"2", b"3"]
 
 
-def test_partitions_come_one_after_the_other(settings: Settings, by_aiokafka: list[int]) -> None:
+def test_partitions_are_read_one_after_the_other(settings: Settings, by_aiokafka: list[int]) -> None:
     sender = producer(settings.kafka)
     for number in range(30):
         sender.send(settings.kafka.topic(PREDICTIONS), value=b"%d" % number, partition=number % 2)
@@ -146,7 +142,7 @@ def test_partitions_come_one_after_the_other(settings: Settings, by_aiokafka: li
     assert by_aiokafka == [*range(15), *range(15)]
 
 
-def test_where_nothing_may_be_read_kafka_python_says_so(
+def test_kafka_python_reports_missing_permissions(
     secured_kafka: SecuredKafka, prefix: str, by_aiokafka: list[int]
 ) -> None:
     secured_kafka.add_users(prefix)
@@ -161,7 +157,7 @@ def test_where_nothing_may_be_read_kafka_python_says_so(
 
 
 @kafka_outages
-def test_a_kafka_that_leaves_while_the_bulk_comes_is_waited_for(
+def test_a_bulk_read_waits_for_a_kafka_that_is_unavailable_for_a_while(
     own_kafka: LocalKafka,
     leave: Callable[[LocalKafka], None],
     come_back: Callable[[LocalKafka], None],
@@ -185,7 +181,7 @@ def test_a_kafka_that_leaves_while_the_bulk_comes_is_waited_for(
     assert 200 <= len(by_aiokafka) < 1000
 
 
-def test_ctrl_c_is_not_lost_in_the_bulk(
+def test_ctrl_c_ends_a_bulk_read(
     settings: Settings, writer: Writer, by_aiokafka: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(settings: KafkaSettings, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A reader of a topic on the real Kafka: compaction, deleted starts, and a broker that hangs."""
+"""`TopicReader` on the real Kafka: compaction, deleted starts, and a broker that hangs."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from tests.support.running import hang, resume, settings_for, wait_until
 from tests.support.tiny_models import LAYER, MODEL
 
 TIMEOUT = 2.0
-"""Of the readers of a broker that hangs."""
+"""Seconds after which readers of a hanging broker fail."""
 
 
 def send(settings: KafkaSettings, topic: str, *values: bytes, key: bytes | None = None) -> None:
@@ -38,7 +38,7 @@ def offsets(records: Any) -> list[int]:
 
 
 class TestDeletedStart:
-    """Retention, or an operator, has deleted the first records of a topic."""
+    """Topics whose first records were deleted by retention or an operator."""
 
     @pytest.fixture
     def settings(self, kafka: str, prefix: str) -> KafkaSettings:
@@ -53,7 +53,7 @@ class TestDeletedStart:
         client.delete_records({TopicPartition(settings.topic(FEEDBACK_DLQ), 0): offset})
         client.close()
 
-    def test_a_range_starts_at_the_first_record_that_is_there(self, settings: KafkaSettings) -> None:
+    def test_a_range_starts_at_the_first_existing_record(self, settings: KafkaSettings) -> None:
         self.delete_before(settings, 150)
         with TopicReader(settings, FEEDBACK_DLQ) as reader:
             assert (reader.first_offset(), reader.end_offset()) == (150, 200)
@@ -68,7 +68,7 @@ class TestDeletedStart:
             assert (records[0].offset, next_offset) == (150, records[-1].offset + 1)
         assert [letter.value for letter in list_dead_letters(settings, "feedback", last=2)] == [b"198", b"199"]
 
-    def test_a_topic_of_which_all_is_deleted_has_nothing(self, settings: KafkaSettings) -> None:
+    def test_a_topic_without_remaining_records_is_empty(self, settings: KafkaSettings) -> None:
         self.delete_before(settings, 200)
         with TopicReader(settings, FEEDBACK_DLQ) as reader:
             assert (reader.first_offset(), reader.end_offset()) == (200, 200)
@@ -77,7 +77,7 @@ class TestDeletedStart:
         assert list(list_dead_letters(settings, "feedback", last=2)) == []
 
     @pytest.mark.parametrize("bulk_from", [1, 10**6], ids=["aiokafka", "kafka-python"])
-    def test_records_that_are_deleted_while_they_are_read_are_passed_over(
+    def test_records_deleted_during_the_read_are_skipped(
         self, settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch, bulk_from: int
     ) -> None:
         monkeypatch.setattr(reading, "BULK_MIN_OFFSETS", bulk_from)
@@ -90,7 +90,7 @@ class TestDeletedStart:
         assert taken[-1].offset == 199
 
 
-def test_holes_that_compaction_left_are_passed_over(kafka: str, prefix: str) -> None:
+def test_gaps_of_compaction_are_skipped(kafka: str, prefix: str) -> None:
     settings = settings_for(kafka, "redis://unused", prefix).kafka
     client = admin(settings)
     eager = {"cleanup.policy": "compact", "segment.ms": "100", "min.cleanable.dirty.ratio": "0.01"}
@@ -98,7 +98,7 @@ def test_holes_that_compaction_left_are_passed_over(kafka: str, prefix: str) -> 
     client.close()
     for number in range(5):
         send(settings, SNAPSHOTS, b"%d" % number, key=b"key")
-        time.sleep(0.15)  # a segment of its own: the active one is never compacted
+        time.sleep(0.15)  # a new segment, because the active segment is never compacted
     with TopicReader(settings, SNAPSHOTS) as reader:
 
         def is_compacted() -> bool:
@@ -127,8 +127,8 @@ READS: dict[str, Callable[[TopicReader], object]] = {
 
 
 @pytest.fixture
-def impatient(own_kafka: LocalKafka, monkeypatch: pytest.MonkeyPatch) -> KafkaSettings:
-    """A cluster of the test's own with 100 deltas, and readers with a short timeout."""
+def short_timeout(own_kafka: LocalKafka, monkeypatch: pytest.MonkeyPatch) -> KafkaSettings:
+    """A separate cluster with 100 deltas, and readers with a short timeout."""
     settings = settings_for(own_kafka.bootstrap, "redis://unused", "hung-").kafka
     create_topics(settings, partitions=1, replication=1)
     send(settings, DELTAS, *(b"%d" % number for number in range(100)))
@@ -136,8 +136,10 @@ def impatient(own_kafka: LocalKafka, monkeypatch: pytest.MonkeyPatch) -> KafkaSe
     return settings
 
 
-def test_a_broker_that_hangs_is_an_error_within_the_timeout(own_kafka: LocalKafka, impatient: KafkaSettings) -> None:
-    settings, codebook = impatient, Codebook("default", MODEL, LAYER)
+def test_a_broker_that_hangs_is_an_error_within_the_timeout(
+    own_kafka: LocalKafka, short_timeout: KafkaSettings
+) -> None:
+    settings, codebook = short_timeout, Codebook("default", MODEL, LAYER)
 
     def fails_in_time(what: str, read: Callable[[], object], error: type[KafkaError], match: str | None = None) -> None:
         started = time.monotonic()
@@ -162,8 +164,8 @@ def test_a_broker_that_hangs_is_an_error_within_the_timeout(own_kafka: LocalKafk
         assert offsets(reader.read()) == list(range(100))
 
 
-def test_a_search_for_a_delta_ends_where_the_broker_begins_to_hang(
-    own_kafka: LocalKafka, impatient: KafkaSettings, monkeypatch: pytest.MonkeyPatch
+def test_a_search_for_a_delta_ends_when_the_broker_begins_to_hang(
+    own_kafka: LocalKafka, short_timeout: KafkaSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first_offset = TopicReader.first_offset
 
@@ -177,6 +179,6 @@ def test_a_search_for_a_delta_ends_where_the_broker_begins_to_hang(
     monkeypatch.setattr(TopicReader, "first_offset", then_hang)
     started = time.monotonic()
     with pytest.raises(KafkaTimeoutError, match="hung-deltas could not be read on from offset 36"):
-        find_delta_offset(impatient, Codebook("default", MODEL, LAYER))
+        find_delta_offset(short_timeout, Codebook("default", MODEL, LAYER))
     assert TIMEOUT <= time.monotonic() - started < 3 * TIMEOUT + 2
     resume(own_kafka)

@@ -1,4 +1,4 @@
-"""Transactions across a Kafka that goes away: each comes to an end, and the caller learns of it."""
+"""Transactions during an outage of Kafka: each ends, and the caller gets the result."""
 
 import signal
 import threading
@@ -18,7 +18,7 @@ from gracestream.pipeline.settings import Settings
 from tests.support.running import hang, records, wait_for_open_transactions
 
 AWAY = 3.0
-"""Seconds of silence: several attempts to connect."""
+"""Seconds without an answer, enough for several attempts to connect."""
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def settings(deployment: Settings, own_kafka: LocalKafka) -> Settings:
 
 
 def begun(settings: Settings) -> Any:
-    """A writer within a transaction that has written one record to `edits`."""
+    """A writer in a transaction with one record on `edits`."""
     writer = producer(settings.kafka, transactional_id=settings.kafka.topic("editor"))
     writer.init_transactions()
     writer.begin_transaction()
@@ -44,15 +44,13 @@ def begun(settings: Settings) -> Any:
 
 
 def offsets(settings: Settings) -> tuple[dict[TopicPartition, OffsetAndMetadata], str]:
-    """A place in `feedback`, of the group of editors."""
+    """An offset in `feedback` of the editors' group."""
     return {TopicPartition(settings.kafka.topic(FEEDBACK), 0): OffsetAndMetadata(1, "", -1)}, settings.kafka.topic(
         "editor"
     )
 
 
-def test_a_transaction_that_kafka_died_in_is_committed_once_it_is_back(
-    settings: Settings, own_kafka: LocalKafka
-) -> None:
+def test_a_transaction_is_committed_once_kafka_answers_again(settings: Settings, own_kafka: LocalKafka) -> None:
     writer = begun(settings)
     own_kafka.kill()
 
@@ -63,7 +61,7 @@ def test_a_transaction_that_kafka_died_in_is_committed_once_it_is_back(
     waiting = threading.Thread(target=commit, daemon=True)
     waiting.start()
     waiting.join(AWAY)
-    assert waiting.is_alive(), "it cannot be committed while there is no Kafka"
+    assert waiting.is_alive(), "it cannot be committed without Kafka"
     own_kafka.start()
     waiting.join(40)
     assert not waiting.is_alive()
@@ -80,9 +78,7 @@ CALLS: dict[str, Callable[[Any, Settings], None]] = {
 
 
 @pytest.mark.parametrize("step", CALLS)
-def test_whoever_waits_for_a_kafka_that_is_silent_is_told_in_time(
-    settings: Settings, own_kafka: LocalKafka, step: str
-) -> None:
+def test_a_wait_for_a_silent_kafka_fails_in_time(settings: Settings, own_kafka: LocalKafka, step: str) -> None:
     writer = begun(settings)
     writer.config["max_block_ms"] = 2000
     hang(own_kafka)
@@ -92,7 +88,7 @@ def test_whoever_waits_for_a_kafka_that_is_silent_is_told_in_time(
         writer.close(timeout=0)
     finally:
         own_kafka.child.send_signal(signal.SIGCONT)
-    writer = begun(settings)  # ends what was open
+    writer = begun(settings)  # ends the open transaction
     writer.commit_transaction()
     wait_for_open_transactions(settings, EDITS)
     assert records(settings, EDITS)[-1].value == b"one"

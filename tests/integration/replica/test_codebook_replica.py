@@ -34,18 +34,18 @@ def history(quick: Settings) -> Iterator[History]:
 
 
 def step(codebook_replica: CodebookReplica) -> int:
-    """What a replica does before each batch; the seq that it then holds."""
+    """Synchronise as before each batch; returns the replica's seq."""
     codebook_replica.sync_to_head(codebook_replica.read_head())
     return codebook_replica.codebook.seq
 
 
 def lost(settings: Settings) -> Settings:
-    """The same deployment, where Redis does not answer."""
+    """The same deployment with a Redis that does not answer."""
     return settings.replace(redis=f"redis://127.0.0.1:{find_free_port()}/0")
 
 
 class TestFollowing:
-    def test_it_holds_what_is_live_and_nothing_beyond(
+    def test_it_holds_the_published_deltas_and_no_more(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -62,7 +62,7 @@ class TestFollowing:
         nearest = codebook_replica.index.nearest(torch.tensor([[0.1, 0.9]]))
         assert codebook_replica.codebook.entry_ids[int(nearest.slots_B[0])] == "b"
 
-    def test_each_delta_is_decoded_and_checked_once_however_often_it_is_polled(
+    def test_each_delta_is_decoded_and_checked_once_in_many_polls(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         history.lead()
@@ -110,7 +110,7 @@ class TestFollowing:
         with pytest.raises(StaleHeadError, match="delta 1 of term 1 is not published: Redis has a newer one"):
             history.store.rebuild(older)
 
-    def test_a_record_of_a_lower_term_is_passed_over(
+    def test_a_record_of_a_lower_term_is_skipped(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -119,7 +119,7 @@ class TestFollowing:
         stale = Codebook(history.settings.model.codebook, MODEL, LAYER)
         stale.apply(sealed(stale, op="lead"))
         history.lead()
-        for _ in range(4):  # what an editor that was not fenced would go on writing
+        for _ in range(4):  # as an editor without fencing would write
             record = sealed(stale, added(f"stale-{stale.seq}", [5.0, 5.0], 1.0))
             stale.apply(record)
             history.write(record)
@@ -141,7 +141,7 @@ class TestFollowing:
         assert RADIUS_MISMATCH._value.get() == before + 1
         assert codebook_replica.codebook.radii_N.tolist() == [np.float32(0.1)]
 
-    def test_a_min_seq_is_waited_for_longer_once_its_delta_was_read(
+    def test_the_wait_for_a_min_seq_is_longer_once_its_delta_was_read(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -152,7 +152,7 @@ class TestFollowing:
         assert [codebook_replica.should_wait_for(2, waited) for waited in (0.0, 1.9, 2.1)] == [True, True, False]
         assert [codebook_replica.should_wait_for(3, waited) for waited in (0.0, 0.4, 0.6)] == [True, True, False]
 
-    def test_a_live_delta_that_cannot_be_read_is_told_and_waited_for_once(
+    def test_an_unreadable_published_delta_is_reported_and_waited_for_once(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -171,7 +171,7 @@ class TestFollowing:
         wait_until(lambda: codebook_replica._follower.latest_seq == 1)
         assert [step(codebook_replica), step(codebook_replica)] == [1, 1]
         assert codebook_replica.unread_head_seq == 2
-        assert len(waits) == 3, "for what was read already, in vain for the rest, and not again"
+        assert len(waits) == 3, "for the deltas already read, once for the others, and not again"
         assert waits[0] <= DELTA_WAIT_SECONDS
         assert 0 < waits[1] <= waits[0]
         assert waits[2] == 0
@@ -182,7 +182,7 @@ class TestFollowing:
 
 class TestStart:
     @pytest.mark.parametrize("redis", ["with a head", "empty", "lost"])
-    def test_it_has_read_the_log_before_it_is_caught_up(
+    def test_it_has_caught_up_once_it_has_read_the_log(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica], redis: str
     ) -> None:
         history.lead()
@@ -194,7 +194,7 @@ class TestStart:
         assert codebook_replica.catch_up(20)
         assert same(codebook_replica.codebook, history.codebook)
 
-    def test_it_is_caught_up_with_a_log_that_is_empty(
+    def test_it_has_caught_up_with_an_empty_log(
         self, quick: Settings, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         codebook_replica = codebook_replica_of(quick)
@@ -203,14 +203,14 @@ class TestStart:
         codebook_replica.sync_to_head(codebook_replica.read_head())
         assert not codebook_replica.degraded
 
-    def test_a_first_record_that_cannot_be_read_is_a_fault(
+    def test_an_unreadable_first_record_is_an_error(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         history.write(b"no delta")
         with pytest.raises(HistoryError, match="the record at offset 0 of deltas cannot be read: not a valid delta"):
             codebook_replica_of(history.settings).catch_up(20)
 
-    def test_a_head_that_the_log_does_not_hold_is_not_waited_for_before_the_log_was_read(
+    def test_a_start_reads_the_log_before_it_waits_for_a_head_beyond_the_log(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         history.lead()
@@ -219,7 +219,7 @@ class TestStart:
         ahead.apply(sealed(ahead, added("a", [1.0], 1.0)))
         history.store.rebuild(ahead)
         codebook_replica = codebook_replica_of(history.settings.replace(redis_outage_grace=600.0))
-        assert not codebook_replica.catch_up(1), "within the grace period it may be on its way"
+        assert not codebook_replica.catch_up(1), "within the grace period the delta may still arrive"
         codebook_replica = codebook_replica_of(history.settings)
         assert codebook_replica.catch_up(20)
         assert codebook_replica.degraded
@@ -227,7 +227,7 @@ class TestStart:
 
 
 class TestWithoutRedis:
-    def test_it_stays_for_a_grace_then_follows_the_log_and_says_so(
+    def test_it_keeps_its_codebook_for_the_grace_period_then_follows_the_log(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -249,12 +249,12 @@ class TestWithoutRedis:
         assert time.monotonic() - lost_at > history.settings.redis.outage_grace
         assert codebook_replica.degraded
         codebook_replica._store = with_redis
-        assert step(codebook_replica) == 2, "Redis is back, and a step behind"
+        assert step(codebook_replica) == 2, "Redis answers again, one delta behind"
         assert not codebook_replica.degraded
         history.publish()
         assert step(codebook_replica) == 2
 
-    def test_an_emptied_redis_is_as_good_as_lost(
+    def test_an_empty_redis_counts_as_lost(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -265,7 +265,7 @@ class TestWithoutRedis:
         assert step(codebook_replica) == 1
         assert codebook_replica.degraded
 
-    def test_what_gracestream_never_wrote_is_no_head(
+    def test_data_that_no_editor_writes_are_no_head(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings)
@@ -279,7 +279,7 @@ class TestWithoutRedis:
         assert step(codebook_replica) == 1
         assert codebook_replica.degraded
 
-    def test_a_batch_is_not_held_up_by_a_lost_redis(
+    def test_a_lost_redis_delays_no_batch(
         self, quick: Settings, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         codebook_replica = codebook_replica_of(lost(quick))
@@ -293,7 +293,7 @@ finite = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False)
 
 @examples(0.3)
 @given(radii=st.lists(finite, min_size=1, max_size=200))
-def test_radii_come_back_from_redis_bit_for_bit(redis_url: str, radii: list[float]) -> None:
+def test_radii_in_redis_are_exact(redis_url: str, radii: list[float]) -> None:
     settings = load_settings(redis=redis_url, topic_prefix="bits-")
     codebook = Codebook(settings.model.codebook, MODEL, LAYER)
     codebook.apply(sealed(codebook, op="lead"))

@@ -1,4 +1,4 @@
-"""The follower holds no more than it may, and a log that was cut is a fault."""
+"""`DeltaFollower`: its buffer is bounded, and a truncated log is an error."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ def history(deployment: Settings) -> Iterator[History]:
     made.close()
 
 
-def test_a_log_larger_than_what_is_held_comes_out_whole(
+def test_a_log_larger_than_the_buffer_is_read_completely(
     history: History, codebook_replica_of: Callable[..., CodebookReplica]
 ) -> None:
     history.lead()
@@ -41,7 +41,7 @@ def test_a_log_larger_than_what_is_held_comes_out_whole(
     assert same(codebook_replica.codebook, history.codebook)
 
 
-def test_a_start_beyond_the_end_of_a_log_that_was_cut_is_a_fault(history: History) -> None:
+def test_a_start_beyond_the_end_of_a_truncated_log_is_an_error(history: History) -> None:
     history.lead()
     history.add("a", [1.0])
     history.lead()

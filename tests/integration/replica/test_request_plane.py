@@ -1,4 +1,4 @@
-"""The request plane: bounded however much waits, and never committed past what is not done."""
+"""The request plane: its memory is bounded, and it commits no offset past an unfinished request."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -27,7 +27,7 @@ RECORD = 4096
 
 @pytest.fixture
 def flooded(deploy: Callable[..., Settings], prefix: str) -> Settings:
-    """A deployment in which far more requests wait than a replica may hold."""
+    """A deployment with far more waiting requests than a replica may hold."""
     settings = deploy("llama", prefix, request_batch_size=BATCH, max_record_bytes=RECORD)
     with sending(settings) as send:
         for number in range(4000):
@@ -47,7 +47,7 @@ def sending(settings: Settings) -> Iterator[Callable[[int, bytes], Any]]:
 
 
 async def until(found: Callable[[], object]) -> None:
-    """Wait for it, with patience."""
+    """Wait until a condition holds."""
     async with asyncio.timeout(2 * TIMEOUT):
         while not found():
             await asyncio.sleep(0.02)
@@ -75,7 +75,7 @@ def committed(settings: Settings) -> dict[int, int]:
         reader.close()
 
 
-def test_what_a_replica_holds_does_not_grow_with_what_waits(flooded: Settings) -> None:
+def test_the_memory_of_a_replica_does_not_grow_with_the_backlog(flooded: Settings) -> None:
     taken: list[int] = []
     resume = asyncio.Event()
     before = waits()
@@ -99,7 +99,7 @@ def test_what_a_replica_holds_does_not_grow_with_what_waits(flooded: Settings) -
                 read = sum(offset or 0 for offset in app.consumer._read_offset.values())
                 assert read <= (PREFETCH_BATCHES + MAX_UNANSWERED_BATCHES + 4) * BATCH
             assert MAX_UNANSWERED_BATCHES * BATCH < sum(taken) <= (MAX_UNANSWERED_BATCHES + 1) * BATCH, (
-                "a first batch may be short"
+                "the first batch may be short"
             )
             resume.set()
             await until(lambda: sum(taken) == 4000)
@@ -110,10 +110,10 @@ def test_what_a_replica_holds_does_not_grow_with_what_waits(flooded: Settings) -
     assert len(records(flooded, "predictions")) == 4000
     assert sum(committed(flooded).values()) == 4000
     short, number = (now - then for now, then in zip(waits(), before, strict=True))
-    assert short == number == len(taken), "a wait of the plane for its model is no wait for more requests"
+    assert short == number == len(taken), "waiting for the model does not count as waiting for requests"
 
 
-def test_requests_that_wait_hold_up_no_other_and_are_not_committed_before_they_are_done(flooded: Settings) -> None:
+def test_waiting_requests_delay_no_other_and_are_committed_once_they_are_done(flooded: Settings) -> None:
     release = asyncio.Event()
     late: list[bytes | None] = []
 
@@ -129,13 +129,13 @@ def test_requests_that_wait_hold_up_no_other_and_are_not_committed_before_they_a
         plane = RequestPlane(flooded.kafka, flooded.serving, answer)
         await plane.start()
         await until(lambda: late and len(plane._in_flight) == MAX_IN_FLIGHT_BATCHES)
-        assert not await plane.stop(0, 10), "something is left"
+        assert not await plane.stop(0, 10), "some requests are unfinished"
         return len(plane._in_flight)
 
     assert asyncio.run(crash()) == MAX_IN_FLIGHT_BATCHES
     assert committed(flooded)[0] <= 10
     first = [record.key for record in records(flooded, "predictions")]
-    assert len(first) >= (MAX_IN_FLIGHT_BATCHES - 1) * BATCH, "those after it were answered"
+    assert len(first) >= (MAX_IN_FLIGHT_BATCHES - 1) * BATCH, "later requests were answered"
     assert not set(late) & set(first)
 
     release = asyncio.Event()
@@ -152,7 +152,7 @@ def test_requests_that_wait_hold_up_no_other_and_are_not_committed_before_they_a
     assert sum(committed(flooded).values()) == 4000
 
 
-def test_a_batch_whose_answer_fails_is_tried_again_while_others_are_answered(flooded: Settings) -> None:
+def test_a_batch_whose_answer_fails_is_retried_while_others_are_answered(flooded: Settings) -> None:
     tried: list[tuple[int, int]] = []
 
     async def answer(batch: list[RequestRecord]) -> AsyncGenerator[ReplyChunk, None]:

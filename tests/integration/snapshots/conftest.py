@@ -1,4 +1,4 @@
-"""Fixtures of the tests of snapshots: a history that is worth one, places to keep them, and what the log says."""
+"""Fixtures of the tests of snapshots: a history, stores, and log events."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from tests.support.written_history import History
 
 @pytest.fixture(params=["a folder", "a file:// URL", "memory://"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where snapshots lie, in three ways; no store behind a network is among them."""
+    """The URL of a store, of three kinds, all without a network."""
     folder = tmp_path / "snapshots" / "of this test"
     return {
         "a folder": str(folder),
@@ -30,7 +30,7 @@ def settings(deploy: Callable[..., Settings], prefix: str, tmp_path: Path) -> Se
 
 @pytest.fixture
 def history(settings: Settings) -> Iterator[History]:
-    """Two terms, with entries that came, moved to other slots and went."""
+    """A history of two terms, with entries that were added, moved to other slots and removed."""
     made = History(settings)
     made.lead()
     for number in range(6):

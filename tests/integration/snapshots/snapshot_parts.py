@@ -1,4 +1,4 @@
-"""Parts that the tests of snapshots share."""
+"""Shared parts of the tests of snapshots."""
 
 import secrets
 from pathlib import Path
@@ -16,14 +16,14 @@ from tests.support.written_history import History
 
 
 def snapshot(settings: Settings, seq: int | None = None) -> SnapshotManifest:
-    """Write one, as the command does."""
+    """Write a snapshot, as the command does."""
     folded = replay_with_offset(settings.kafka, seq)
     assert folded is not None
     return write_snapshot(settings.kafka, folded, url_of(settings), settings.snapshots.keep)
 
 
 def newest(settings: Settings) -> Snapshot | None:
-    """The one that a starting replica takes."""
+    """The snapshot that a starting replica loads."""
     return load_newest_snapshot(settings.kafka, url_of(settings), Codebook(settings.model.codebook, MODEL, LAYER))
 
 

@@ -1,4 +1,4 @@
-"""Manifests: one that lies is passed over, and only the last written are kept."""
+"""Manifests: wrong manifests are skipped, and only the newest are kept."""
 
 import time
 from typing import Any
@@ -40,7 +40,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 class TestManifests:
-    def test_one_that_lies_is_passed_over(self, history: History, logged: list[EventDict]) -> None:
+    def test_a_wrong_manifest_is_skipped(self, history: History, logged: list[EventDict]) -> None:
         snapshot(history.settings, 4)
         latest = snapshot(history.settings, 8)
         for lie, (fields, reason) in LIES.items():
@@ -53,15 +53,13 @@ class TestManifests:
             assert reason in reasons(logged)[-1], lie
         assert len(reasons(logged)) == len(LIES)
 
-    def test_a_name_under_the_url_cannot_leave_it(self, settings: Settings) -> None:
+    def test_a_name_cannot_leave_the_url(self, settings: Settings) -> None:
         store = SnapshotStore(url_of(settings))
         for uri in (f"{store.url}/../a.safetensors", f"{store.url}/", f"{store.url}/a", f"{store.url}/%2e%2e/a", ""):
             with pytest.raises(SnapshotError, match="is not a file in"):
                 store.read(uri, 10)
 
-    def test_a_file_that_holds_another_codebook_than_its_manifest_says(
-        self, history: History, logged: list[EventDict]
-    ) -> None:
+    def test_a_file_with_another_codebook_than_its_manifest(self, history: History, logged: list[EventDict]) -> None:
         older, latest = (snapshot(history.settings, seq) for seq in (4, 8))
         lie = {name: getattr(older, name) for name in ("uri", "sha256", "bytes")}
         write_manifest(history, msgspec.structs.replace(latest, **lie), f"{history.settings.model.codebook}/8".encode())
@@ -70,7 +68,7 @@ class TestManifests:
         assert found.codebook.seq == 4
         assert ["than its manifest says" in message for message in reasons(logged)] == [True]
 
-    def test_garbage_and_those_of_others_are_left_alone(self, history: History, logged: list[EventDict]) -> None:
+    def test_garbage_and_manifests_of_other_codebooks_are_kept(self, history: History, logged: list[EventDict]) -> None:
         manifest = snapshot(history.settings, 4)
         for garbage in (b"", b"\xff", b"[]", b'{"v":99}', b'{"v":1,"codebook":"default"}'):
             write_manifest(history, garbage)
@@ -81,7 +79,7 @@ class TestManifests:
         assert [event["event"] for event in logged].count("manifest_skipped") == 5
         assert reasons(logged) == []
 
-    def test_only_the_last_written_are_kept_files_and_all(self, history: History, url: str) -> None:
+    def test_only_the_newest_manifests_and_files_are_kept(self, history: History, url: str) -> None:
         settings = history.settings.replace(snapshot_url=url, snapshot_keep=2)
         written = [snapshot(settings, seq) for seq in (2, 4, 6, 5)]
         assert list(list_manifests(settings.kafka, settings.model.codebook).values()) == written[2:]
@@ -89,7 +87,7 @@ class TestManifests:
         names = sorted(path.rpartition("/")[2] for path in files.ls(root, detail=False))
         assert names == sorted(manifest.uri.rpartition("/")[2] for manifest in written[2:])
 
-    def test_a_compacted_topic_has_all_that_count(self, history: History) -> None:
+    def test_a_compacted_topic_has_all_current_manifests(self, history: History) -> None:
         settings = history.settings.replace(snapshot_keep=2)
         client = admin(settings.kafka)
         try:
@@ -101,7 +99,7 @@ class TestManifests:
         create_compacted(settings, eager)
         for seq in range(1, 8):
             snapshot(settings, seq)
-            time.sleep(0.15)  # a segment of its own: the active one is never compacted
+            time.sleep(0.15)  # a new segment, because the active segment is never compacted
 
         def compacted() -> bool:
             write_manifest(history, b"roll", b"roll")

@@ -1,4 +1,4 @@
-"""A password in the URL of snapshots opens the store and is shown nowhere."""
+"""A password in the URL of snapshots is used for the store and shown nowhere."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ from tests.support.written_history import History
 PASSWORD = "pass/w%2Frd"
 
 
-def test_neither_a_manifest_nor_the_log_has_it(
+def test_no_manifest_and_no_log_event_has_it(
     history: History, logged: list[EventDict], prefix: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     url = f"memory://user:{PASSWORD}@bucket/{prefix}?token=secret"
@@ -25,7 +25,7 @@ def test_neither_a_manifest_nor_the_log_has_it(
     manifest = snapshot(settings, 4)
     assert manifest.uri.startswith(f"memory://bucket/{prefix}/")
     found = newest(settings)
-    assert found is not None, "the store is the one with the password"
+    assert found is not None, "the store needs the password"
     assert found.codebook.seq == 4
     write_manifest(history, msgspec.structs.replace(manifest, uri=f"{url}/other.safetensors", seq=5))
     theirs = records(settings, SNAPSHOTS)[-1].offset
@@ -37,7 +37,7 @@ def test_neither_a_manifest_nor_the_log_has_it(
         assert secret not in shown
 
 
-def test_an_error_of_the_store_does_not_have_it(run: Callable[..., Command], history: History) -> None:
+def test_no_error_of_the_store_has_it(run: Callable[..., Command], history: History) -> None:
     port = find_free_port()
     for url, shown in (
         (f"ftp://user:{PASSWORD}@127.0.0.1:{port}/", f"ftp://127.0.0.1:{port}/"),
@@ -65,5 +65,5 @@ def test_an_error_of_the_store_does_not_have_it(run: Callable[..., Command], his
         ("redis://:p@ss@host:1/0", "redis://host:1/0"),
     ],
 )
-def test_what_is_shown_of_a_url(url: str, shown: str) -> None:
+def test_the_shown_part_of_a_url(url: str, shown: str) -> None:
     assert split_url_secrets(url)[0] == shown

@@ -1,4 +1,4 @@
-"""A replica starts from the newest good snapshot; it and the tail equal the whole history."""
+"""A replica starts from the newest valid snapshot; with the later deltas it equals the whole history."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.support.written_history import History, same
 
 
 class TestStart:
-    def test_a_replica_starts_from_the_newest_and_reads_only_the_tail(
+    def test_a_replica_starts_from_the_newest_snapshot_and_reads_only_later_deltas(
         self, history: History, url: str, codebook_replica_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         settings = history.settings.replace(snapshot_url=url)
@@ -34,7 +34,7 @@ class TestStart:
         nearest = codebook_replica.index.nearest(torch.tensor([[5.0, 4.9]]))
         assert codebook_replica.codebook.entry_ids[int(nearest.slots_B[0])] == "e7"
 
-    def test_every_cut_and_its_tail_give_the_codebook_of_the_whole_log(
+    def test_each_snapshot_and_the_later_deltas_give_the_codebook_of_the_whole_log(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         for seq in range(1, 11):
@@ -44,7 +44,7 @@ class TestStart:
             assert codebook_replica.catch_up(20)
             assert same(codebook_replica.codebook, history.codebook), seq
 
-    def test_it_is_never_ahead_of_what_is_live(
+    def test_it_is_never_ahead_of_the_head(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         history.publish()
@@ -56,7 +56,7 @@ class TestStart:
         assert codebook_replica.catch_up(20)
         assert codebook_replica.codebook.seq == 10
 
-    def test_what_a_fenced_editor_wrote_after_it_does_not_count(
+    def test_later_deltas_of_a_fenced_editor_do_not_count(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         stale = replay_deltas(history.settings.kafka, 8)
@@ -72,7 +72,7 @@ class TestStart:
         assert codebook_replica.catch_up(20)
         assert same(codebook_replica.codebook, history.codebook)
 
-    def test_a_store_that_is_none_leaves_the_log(
+    def test_a_replica_reads_the_log_if_there_is_no_store(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         codebook_replica = codebook_replica_of(history.settings.replace(snapshot_url="nothing://of/the/kind"))
@@ -110,7 +110,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 class TestDamage:
-    def test_the_next_older_one_stands_in_and_then_the_log(
+    def test_a_damaged_snapshot_is_replaced_by_an_older_one_and_then_by_the_log(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         for damage, (harm, reason) in DAMAGE.items():
@@ -129,7 +129,7 @@ class TestDamage:
                 if file_of(manifest).is_dir():
                     file_of(manifest).rmdir()
 
-    def test_writing_it_again_mends_a_file(self, history: History) -> None:
+    def test_another_write_repairs_a_file(self, history: History) -> None:
         manifest = snapshot(history.settings, 8)
         flip(file_of(manifest))
         assert snapshot(history.settings, 8) == manifest
@@ -140,7 +140,7 @@ class TestDamage:
 
 class TestAnotherLog:
     def recreate(self, settings: Settings) -> None:
-        """What an operator does who lost the history."""
+        """Create the topic again, as an operator does who lost the history."""
         client = admin(settings.kafka)
         try:
             client.delete_topics([settings.kafka.topic(DELTAS)])
@@ -149,7 +149,7 @@ class TestAnotherLog:
             client.close()
         create_topics(settings.kafka, partitions=4, replication=1)
 
-    def test_a_snapshot_ahead_of_a_log_that_was_made_anew_is_rejected(
+    def test_a_snapshot_ahead_of_a_new_log_is_rejected(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         snapshot(history.settings)
@@ -165,7 +165,7 @@ class TestAnotherLog:
         finally:
             again.close()
 
-    def test_a_longer_log_that_was_made_anew_is_no_match_either(
+    def test_a_snapshot_of_another_log_is_rejected_even_if_the_new_log_is_longer(
         self, history: History, logged: list[EventDict]
     ) -> None:
         snapshot(history.settings)

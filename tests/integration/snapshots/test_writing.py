@@ -1,4 +1,4 @@
-"""Snapshots are written by the editor while it edits, and by a command."""
+"""Writing snapshots, by a running editor and by a command."""
 
 import hashlib
 import re
@@ -26,7 +26,7 @@ PROMPTS = texts(12, seed=7, shortest=6, longest=9)
 
 
 class TestEditor:
-    def test_the_writer_writes_one_every_so_many_deltas(self, history: History) -> None:
+    def test_the_writer_writes_a_snapshot_every_interval(self, history: History) -> None:
         settings = history.settings.replace(snapshot_interval=4)
         writer = SnapshotWriter(settings.kafka, settings.snapshots)
         for number in range(10, 21):
@@ -41,10 +41,12 @@ class TestEditor:
         later = SnapshotWriter(settings.kafka, settings.snapshots)
         later.maybe_write(history.codebook)
         later.close(30)
-        assert len(list_manifests(settings.kafka, settings.model.codebook)) == 3, "one that starts knows what there is"
+        assert len(list_manifests(settings.kafka, settings.model.codebook)) == 3, (
+            "a new writer knows the existing snapshots"
+        )
 
     @pytest.mark.parametrize("chosen", [{"snapshot_url": None}, {"snapshot_interval": None}])
-    def test_the_writer_writes_none_where_none_is_wanted(self, history: History, chosen: dict[str, Any]) -> None:
+    def test_the_writer_writes_none_without_an_interval(self, history: History, chosen: dict[str, Any]) -> None:
         settings = history.settings.replace(**{"snapshot_interval": 1, **chosen})
         writer = SnapshotWriter(settings.kafka, settings.snapshots)
         writer.maybe_write(history.codebook)
@@ -52,7 +54,7 @@ class TestEditor:
         assert list_manifests(history.settings.kafka, history.settings.model.codebook) == {}
 
     @pytest.mark.parametrize("url", ["nothing://of/the/kind", "/dev/null/snapshots"])
-    def test_a_store_that_fails_is_no_fault_of_the_editor(
+    def test_a_failing_store_does_not_stop_the_editor(
         self, history: History, logged: list[EventDict], url: str
     ) -> None:
         settings = history.settings.replace(snapshot_interval=1, snapshot_url=url)
@@ -70,7 +72,7 @@ class TestEditor:
             find_delta_offset(history.settings.kafka, ahead)
         assert find_delta_offset(history.settings.kafka, history.codebook) == 9
 
-    def test_a_running_editor_writes_them_and_a_replica_starts_from_one(
+    def test_a_running_editor_writes_snapshots_and_a_replica_starts_from_one(
         self, deploy: Callable[..., Settings], prefix: str, users_of: Callable[[Settings], Users], folder: Path
     ) -> None:
         settings = deploy("llama", prefix, snapshot_url=str(folder / "snapshots"), snapshot_interval=2)
@@ -88,7 +90,7 @@ class TestEditor:
 
 
 class TestCommand:
-    def test_it_writes_one_on_demand_without_a_model_or_an_editor(
+    def test_it_writes_a_snapshot_without_a_model_or_an_editor(
         self, history: History, run: Callable[..., Command], codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
         command = run("snapshot", "--seq", "4", "--json", settings=history.settings)
@@ -103,7 +105,7 @@ class TestCommand:
         assert codebook_replica.catch_up(20)
         assert same(codebook_replica.codebook, history.codebook)
 
-    def test_what_cannot_be_written_is_one_sentence(self, history: History, run: Callable[..., Command]) -> None:
+    def test_the_error_for_a_failed_write_is_one_sentence(self, history: History, run: Callable[..., Command]) -> None:
         nowhere = run("snapshot", settings=history.settings, snapshot_url="")
         assert sentence(nowhere).startswith("there is nowhere to write to; set GRACESTREAM_SNAPSHOT_URL")
         unknown = run("snapshot", settings=history.settings, snapshot_url="nothing://at/all")
