@@ -105,7 +105,7 @@ def _publications(users: Users, folder: Path, load: str, count: int) -> Iterator
             feedback_id = f"{load}-{number}"
             prompt = " ".join(WORDS[(number // step + step) % len(WORDS)] for step in (1, 7, 11, 13, 17))
             users.client.send([flag(feedback_id, f"{load} {prompt}", WORDS[number % 7])])
-            seq = outcomes.wait([feedback_id], PATIENCE)[feedback_id].seq
+            seq = outcomes.wait([feedback_id], TIMEOUT)[feedback_id].seq
             if seq is UNSET:
                 raise BenchError(f"correction {feedback_id} has made no delta")
             seqs.append(seq)
