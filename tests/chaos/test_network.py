@@ -105,9 +105,18 @@ class Network:
             leader.kill()
 
     def left(self) -> Left:
-        """Everything on the topics and in Redis, once both editors have reached the end of the log."""
-        wait_for_open_transactions(self.settings, DELTAS, EDITS, FEEDBACK_DLQ)
-        wait_until(self._at_the_end, 60, "both editors and the head in Redis at the end of the log")
+        """Everything on the topics and in Redis, once both editors have reached the end of the log.
+
+        It is read again if a new leader has written meanwhile.
+        """
+        while True:
+            wait_for_open_transactions(self.settings, DELTAS, EDITS, FEEDBACK_DLQ)
+            wait_until(self._at_the_end, 60, "both editors and the head in Redis at the end of the log")
+            left = self._read()
+            if {follower.seq for follower in left.followers} == {deltas_in_log(self.settings)[-1].seq}:
+                return left
+
+    def _read(self) -> Left:
         store = self._store()
         reader = consumer(self.settings.kafka, group_id=self.settings.kafka.topic("editor"))
         try:
