@@ -86,7 +86,7 @@ class HeadListener:
         """Subscribe, and give hints until the listener is closed.
 
         Raises:
-            RedisError: the subscription is refused, or Redis does not answer.
+            RedisError: the subscription is rejected, or Redis does not answer.
         """
         pool = self._client.connection_pool
         connection = pool.get_connection()
@@ -131,5 +131,5 @@ class HeadListener:
             reason=to_one_line(error),
             channel=self._channel,
             consequence="the replica learns of a new head from its next poll only; it subscribes again after a pause",
-            remedy="if Redis refuses the command or the channel, allow them as in deploy/redis.acl",
+            remedy="if Redis rejects the command or the channel, allow them as in deploy/redis.acl",
         )

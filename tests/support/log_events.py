@@ -54,7 +54,7 @@ MEANINGS = {
         "head_follower_failed": "A defect ended the task that follows the head.",
         "request_plane_failed": "A failure that it cannot recover from stopped the Kafka consumer of requests.",
         "redis_recovered": "Redis agrees with the log again.",
-        "subscription_lost": "Redis refuses or ended the subscription to the channel of published deltas.",
+        "subscription_lost": "Redis rejected or ended the subscription to the channel of published deltas.",
         "subscription_recovered": "The replica is subscribed to the channel again.",
         "radius_mismatch_found": "A radius in Redis (`redis`) differs from the log's (`log`).",
         "request_rejected": "A record of `requests` cannot be read, or asks for something invalid.",
