@@ -34,7 +34,10 @@ def test_a_replica_ends_with_the_reason_and_leaves_its_batch(
 ) -> None:
     users.client.send([question(f"q{number}", prompt) for number, prompt in enumerate(PROMPTS)])
     worker = WorkerContext("replica", Health(), broken, threading.Event())
-    assert asyncio.run(build_replica(worker, deployment).run()) == 1
+    broken.module.model.layers[2].mlp.room = len(PROMPTS)  # the probe of the engine passes
+    replica = build_replica(worker, deployment)
+    broken.module.model.layers[2].mlp.room = 0
+    assert asyncio.run(replica.run()) == 1
     assert not worker.health.ready
     assert worker.health.reason == "the device failed: CUDA error: unspecified launch failure"
     assert records(deployment, "predictions") == []
