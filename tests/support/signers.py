@@ -25,8 +25,10 @@ def line(author: str, key: Ed25519PrivateKey, per_minute: int = 0, roles: Sequen
 
 
 def signed(author: str, prompt: str, key: Ed25519PrivateKey, codebook: str = "default") -> SignedFeedback:
-    """A signed correction."""
-    return signed_as(author, key, codebook, inputs=prompt, target="museum", reviewed=["by", author])
+    """A signed correction by another program, with a field that this one does not know."""
+    text = feedback_to_sign({"inputs": prompt, "target": "museum"}, author)
+    text = text[:-1] + f',"reviewed":["by","{author}"]}}'.encode()
+    return parse_signed_feedback(sign(text, key, codebook))
 
 
 def signed_as(author: str, key: Ed25519PrivateKey, codebook: str = "default", **fields: Any) -> SignedFeedback:
