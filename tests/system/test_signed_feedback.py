@@ -127,7 +127,7 @@ class TestCommands:
         with running.authors.open("a") as authors:
             authors.write(made.stdout())
         given = [
-            {"inputs": PROMPTS[9], "target": "museum", "later": {"caf\u00e9": 1e300}},
+            {"inputs": PROMPTS[9], "target": "museum", "note": "caf\u00e9"},
             {"inputs": PROMPTS[10], "target": "museum", "feedback_id": "mine"},
         ]
         signed_by = run("keys", "sign", str(key), "--author", "dora", given="\n".join(map(json.dumps, given)))
