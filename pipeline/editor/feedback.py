@@ -1,6 +1,6 @@
 """A feedback record on its way through the editor: read, parsed, decided.
 
-The facts of a decision are an `DecisionResult` of `pipeline.editing`, made once and passed on as it is.
+The facts of a decision are a `DecisionResult` of `pipeline.editing`, made once and passed on as it is.
 """
 
 from dataclasses import dataclass, field, replace

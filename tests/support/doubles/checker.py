@@ -120,7 +120,7 @@ def _of_taken(left: Left) -> Iterator[Fault]:
 def _of_letters(left: Left) -> Iterator[Fault]:
     for offset, times in Counter(_header(letter, "source_offset") for letter in left.dead_letters).items():
         if times > 1:
-            yield Fault("doubled", f"feedback {offset} was set aside {times} times")
+            yield Fault("doubled", f"feedback {offset} was dead-lettered {times} times")
     values = {record.offset: record.value for record in left.feedback}
     for letter in left.dead_letters:
         if letter.value != values.get(_header(letter, "source_offset")):

@@ -119,7 +119,7 @@ def test_an_undo_covers_only_feedback_before_it_whenever_it_is_decided_on(fields
 
 
 def test_a_rejected_correction_stays_rejected() -> None:
-    """Nothing of it stands in the log, its author was story, and may send it again."""
+    """The log holds nothing of it. Its author got the reason, and may send it again."""
     story = new_story()
     story.correct("a", (1, 1), 2)
     story.lead(plan_of(recipe=ValueTrainingConfig(max_steps=0)))

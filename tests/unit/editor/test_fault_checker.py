@@ -70,7 +70,7 @@ def test_nor_has_a_deployment_in_which_nothing_happened() -> None:
 PLANTED: dict[str, tuple[str, Callable[[Left], dict[str, Any]]]] = {
     "an outcome is missing": ("lost", lambda left: {"edits": left.edits[:1]}),
     "what Kafka took is not in the topic": ("lost", lambda _: {"taken": ["f0", "f2", "f9"]}),
-    "an unreadable record was not set aside": ("lost", lambda _: {"dead_letters": []}),
+    "an unreadable record was not dead-lettered": ("lost", lambda _: {"dead_letters": []}),
     "an outcome stands twice": ("doubled", lambda left: {"edits": [*left.edits, outcome(2, "f2", 4)]}),
     "a record was dead-lettered twice": (
         "doubled",
