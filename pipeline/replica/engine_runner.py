@@ -106,7 +106,7 @@ class EngineRunner:
         for request in self._dropped:
             self._active.pop(id(request), None)
         self._dropped.clear()
-        indexes = self._engine.select([pending.prepared for pending in self._waiting]) if self._waiting else []
+        indexes = self._engine.select([pending.prepared for pending in self._waiting])
         joining = [self._waiting[index] for index in indexes]
         chosen = set(indexes)
         self._waiting = [pending for index, pending in enumerate(self._waiting) if index not in chosen]

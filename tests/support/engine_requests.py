@@ -49,7 +49,7 @@ def answer_all(
             waiting.append(requests[arrived])
             arrived += 1
         before_step(step)
-        indexes = engine.select(waiting) if waiting else []
+        indexes = engine.select(waiting)
         joining = [waiting[index] for index in indexes]
         waiting = [request for index, request in enumerate(waiting) if index not in indexes]
         for one in engine.step(joining):

@@ -52,7 +52,8 @@ class ContinuousEngine(AnswerEngine[R]):
 
     1. Joining requests go through the model together (the prefill). Only then is the codebook looked up.
     2. With `check_answers`, a request whose entry did not give its target starts again, without the codebook.
-    3. If the model fails in a step, its requests start again one after the other. The one at fault fails.
+    3. If the model fails in a step, its requests start again one after the other. The one at fault fails. A request
+       that finds no memory beside the active ones also starts again.
 
     Args:
         model: A causal language model.
@@ -81,7 +82,7 @@ class ContinuousEngine(AnswerEngine[R]):
     def select(self, waiting: Sequence[R]) -> list[int]:
         """The first request, with neighbours in length, as many as there are free rows."""
         free = self._max_rows - self.active
-        if free <= 0 or self._suspects or not waiting:
+        if free <= 0 or self._suspects:
             return []
         lengths = [len(request.prompt) for request in waiting]
         longest, count = 0, 0
@@ -136,13 +137,14 @@ class ContinuousEngine(AnswerEngine[R]):
         except Exception as error:  # noqa: BLE001  (a request that breaks the model must not affect the others)
             raise_if_device_lost(error)
             failure = describe_failure(error)
+            lacks_memory = isinstance(error, torch.OutOfMemoryError)
         else:
             if lookup is not None:
                 for row, found in zip(rows, prefill.found_entries, strict=True):
                     row.view = CodebookView.of(lookup, found)
             return self._add_rows(rows, prefill)
         # Outside the `except` block: its error holds the frames of the failed pass, and so tensors in device memory.
-        return self._fail(rows, failure)
+        return self._fail(rows, failure, may_fit_alone=lacks_memory and bool(self._rows))
 
     def _add_rows(self, rows: Sequence[_Row[R]], prefill: Prefill) -> list[Finished[R]]:
         """Add rows to the active ones, with their first tokens."""
@@ -176,9 +178,9 @@ class ContinuousEngine(AnswerEngine[R]):
         rows, self._rows, self._cache = self._rows, [], RowCache()
         return self._fail(rows, failure)
 
-    def _fail(self, rows: Sequence[_Row[R]], failure: str) -> list[Finished[R]]:
-        """The result of one row that failed alone; several rows become suspects."""
-        if len(rows) == 1:
+    def _fail(self, rows: Sequence[_Row[R]], failure: str, *, may_fit_alone: bool = False) -> list[Finished[R]]:
+        """The result of one row that failed alone; rows that may not be at fault become suspects."""
+        if len(rows) == 1 and not may_fit_alone:
             return [Finished(rows[0].request, None, None, failure)]
         for row in rows:
             row.generated.clear()

@@ -41,9 +41,6 @@ class RowCache:
         self.cache = DynamicCache()
         self._columns = _Columns()
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
     def append(self, prefilled: DynamicCache, lengths: Sequence[int]) -> None:
         """Add rows after a pass over their prompts, which were padded on the left."""
         width, columns = int(prefilled.get_seq_length()), self._columns

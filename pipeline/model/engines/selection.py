@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def select_batch(pending: Sequence[tuple[object, int]], batch_size: int) -> list[int]:
-    """The indexes of at most `batch_size` requests that share a batch with the first one.
+    """The indexes of at most `batch_size` requests that share a batch with the first one; none if there is none.
 
     They are neighbours in length. Among all such windows that contain the first request, the one with the least
     padding is chosen.
@@ -13,6 +13,8 @@ def select_batch(pending: Sequence[tuple[object, int]], batch_size: int) -> list
         pending: Group and number of tokens of each request, in the order of arrival.
         batch_size: Requests per batch, at most.
     """
+    if not pending:
+        return []
     lengths = {index: tokens for index, (group, tokens) in enumerate(pending) if group == pending[0][0]}
     by_length = sorted(lengths, key=lengths.__getitem__)
 

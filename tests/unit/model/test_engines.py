@@ -213,6 +213,22 @@ def test_requests_that_do_not_fit_together_are_answered_one_by_one(name: str) ->
     assert {one.failure for one in hopeless} == {"OutOfMemoryError: CUDA out of memory"}
 
 
+def test_a_request_without_room_beside_others_is_answered_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = edited("llama")
+    requests = [asked(engine.model, text, max_new_tokens=5) for text in PROMPTS[2:5]]
+    made = engine_for("continuous", engine)
+    prefill = engine.model.prefill
+
+    def full(prompts: Any, lookup: Any) -> Any:
+        if made.active:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return prefill(prompts, lookup)
+
+    monkeypatch.setattr(engine.model, "prefill", full)
+    finished = answer_all(made, requests, [0, 1, 2])
+    assert [one.served and shown(one.served) for one in finished] == [alone(engine, request) for request in requests]
+
+
 @pytest.mark.parametrize("name", list(ENGINES))
 def test_a_lost_device_answers_nothing(name: str) -> None:
     engine = edited("llama")

@@ -89,7 +89,7 @@ def test_each_rows_tokens_stand_where_the_mask_shows_them(actions: list[list[int
         elif rows.expected:
             for _ in range(action[1]):
                 rows.step(kept=action[0] == "steps")
-        assert len(rows.cache) == len(rows.expected)
+        assert len(rows.cache.lengths) == len(rows.expected)
         assert rows.cache.lengths == [len(row) for row in rows.expected]
 
 
