@@ -21,8 +21,13 @@ from gracestream.pipeline.model.tasks.causal import CausalGeneration
 EngineName = Literal["auto", "batch", "continuous"]
 """An engine, or `auto`: continuous for every model that supports it."""
 
-MAX_PROBE_ERROR = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-"""The largest difference of a probe's logits by dtype, as a share of the largest logit."""
+MAX_PROBE_ERROR = 1e-3
+MAX_PROBE_ERROR_16_BIT = 0.04
+"""The largest difference of a probe's logits, as a share of the largest logit; for float32, and for 16-bit dtypes.
+
+Measured with SmolLM2 on twelve probe texts: rounding makes at most 9e-7 (float32) and 0.013 (bfloat16). A missing mask
+makes at least 0.061, and positions that are off by one at least 0.086.
+"""
 
 
 def make_engine(
@@ -87,7 +92,7 @@ def continuous_fault(model: EditableModel, task: CausalGeneration) -> str:
         return f"its keys and values cannot be cached by row ({describe_failure(error)})"
     alone_RC = torch.stack(alone)
     difference = float((decoded_RC - alone_RC).abs().max() / alone_RC.abs().max())
-    allowed = MAX_PROBE_ERROR.get(model.module.dtype, 0.2)
+    allowed = MAX_PROBE_ERROR if model.module.dtype == torch.float32 else MAX_PROBE_ERROR_16_BIT
     return (
         ""
         if difference <= allowed

@@ -366,9 +366,11 @@ def test_auto_is_continuous_for_causal_models(kind: str, expected: type) -> None
             chosen("continuous", engine)
 
 
-def test_a_model_whose_rows_affect_each_other_gets_the_batch_engine() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_whose_rows_affect_each_other_gets_the_batch_engine(dtype: torch.dtype) -> None:
     """As one that ignores the attention mask would."""
-    engine = EditEngine(editable("gpt2"), "default")
+    engine = EditEngine(editable("gpt2", dtype=dtype), "default")
+    assert type(chosen("auto", engine)[0]) is ContinuousEngine
     forward = engine.model.module.forward
 
     def ignore_mask(attention_mask: Any = None, **kwargs: Any) -> Any:
