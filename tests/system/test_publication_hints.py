@@ -11,7 +11,7 @@ import pytest
 from structlog.typing import EventDict
 
 from gracestream.deploy.local.redis import LocalRedis
-from gracestream.pipeline.replica import replica as replica_module
+from gracestream.pipeline.replica import live_codebook
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores.head_listener import MIN_HINT_SECONDS, HeadListener
 from gracestream.pipeline.stores.redis_client import redis_client
@@ -34,7 +34,7 @@ def own_redis(tmp_path: Path) -> Iterator[LocalRedis]:
 
 def never_poll() -> None:
     """A replica that reads the head after hints alone."""
-    replica_module.IDLE_POLL_SECONDS = 3600.0
+    live_codebook.IDLE_POLL_SECONDS = 3600.0
 
 
 def follows(replica: Forked, users: Users, feedback_id: str, target: str) -> None:

@@ -23,7 +23,7 @@ from gracestream.pipeline.kafka.clients import consumer
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.engines.continuous import ContinuousEngine
-from gracestream.pipeline.replica.replica import Replica
+from gracestream.pipeline.replica.live_codebook import LiveCodebook
 from gracestream.pipeline.settings import VARIABLES, Settings
 from gracestream.pipeline.stores.snapshot_files import SnapshotStore
 from gracestream.schemas.messages import Feedback, Parameters, Prediction, Request, decode
@@ -427,7 +427,7 @@ def fail_to_follow() -> None:
     async def catch_up(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    Replica._sync_to_head = catch_up  # type: ignore[method-assign]
+    LiveCodebook.sync_to_head = catch_up  # type: ignore[method-assign]
 
 
 def test_a_replica_reports_why_it_no_longer_follows_the_head(deployment: Settings, folder: Path) -> None:
