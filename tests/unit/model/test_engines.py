@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,21 @@ from gracestream.pipeline.device import DeviceLostError
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.model.batch import Prompt
-from gracestream.pipeline.model.editable import EditableModel, ServedAnswer
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.engines.batch import BatchEngine
 from gracestream.pipeline.model.engines.choose import EngineName, make_engine
 from gracestream.pipeline.model.engines.continuous import MAX_PREFILL_TOKENS, ContinuousEngine
 from gracestream.pipeline.model.layers import linear_layers
-from gracestream.schemas.deltas import EntryChange
 from gracestream.schemas.messages import Parameters
+from tests.support.engine_behaviour import (
+    EngineSite,
+    check_any_company,
+    check_dropped,
+    check_failure_alone,
+    check_joined_codebook,
+    check_shared_step,
+    shown,
+)
 from tests.support.engine_requests import Asked, answer_all, asked
 from tests.support.tiny_models import (
     KINDS,
@@ -32,7 +41,6 @@ from tests.support.tiny_models import (
     SIZE,
     Failing,
     added,
-    changed,
     correct,
     editable,
     index_of,
@@ -77,12 +85,6 @@ def edited(kind: str) -> EditEngine:
     return engine
 
 
-def shown(served: ServedAnswer) -> tuple[object, ...]:
-    """What must be equal in any company: text or label, and the entries. Probabilities differ by rounding."""
-    entries = [entry and entry.entry_id for entry in (served.served_by, served.near_miss)]
-    return served.answer.outputs.text, served.answer.outputs.label, *entries
-
-
 def alone(engine: EditEngine, request: Asked) -> tuple[object, ...]:
     """The answer of the model to one request by itself."""
     (served,) = engine.model.answer([request.prompt], [request.parameters], engine.lookup, check_answers=True)
@@ -103,6 +105,24 @@ ARRIVALS = st.lists(
 )
 
 
+def site(kind: str, name: str) -> EngineSite:
+    """An engine over a model with the two entries."""
+    engine = edited(kind)
+
+    def make(lookup: CodebookLookup, max_rows: int) -> Any:
+        return ENGINES[name](engine.model, lookup, max_rows=max_rows, check_answers=True)
+
+    return EngineSite(
+        engine.model,
+        engine.codebook,
+        make,
+        partial(alone, engine),
+        partial(failing_on, engine.model),
+        PROMPTS,
+        takes_parameters=kind != "bert",
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("llama", "continuous"), ("gpt2", "continuous"), ("gpt2", "batch"), ("t5-encoder", "batch"), ("bert", "batch")],
@@ -111,53 +131,17 @@ ARRIVALS = st.lists(
 def test_an_answer_is_the_same_alone_and_in_any_company_and_order(
     kind: str, name: str, arrivals: list[tuple[str, dict[str, float], int]], max_rows: int
 ) -> None:
-    engine = edited(kind)
-    arrivals = sorted(arrivals, key=lambda arrival: arrival[2])
-    requests = [asked(engine.model, text, **({} if kind == "bert" else fields)) for text, fields, _ in arrivals]
-    finished = answer_all(engine_for(name, engine, max_rows), requests, [step for *_, step in arrivals])
-    for request, one in zip(requests, finished, strict=True):
-        assert one.served is not None, one.failure
-        assert shown(one.served) == alone(engine, request)
+    check_any_company(site(kind, name), arrivals, max_rows)
 
 
 @every_engine
 def test_served_missed_and_unedited_requests_share_a_step(kind: str, name: str) -> None:
-    engine = edited(kind)
-    requests = [asked(engine.model, text) for text in PROMPTS]
-    finished = answer_all(engine_for(name, engine, 8), requests)
-    assert [one.served and one.served.served_by is not None for one in finished] == [True, *[False] * 7]
-    assert [one.served and one.served.near_miss is not None for one in finished] == [False, True, *[False] * 6]
-    labels = engine.codebook.labels
-    assert [one.view and one.view.label for one in finished] == [labels[0], labels[1], *[()] * 6]
-    assert [shown(one.served) for one in finished if one.served] == [alone(engine, request) for request in requests]
+    check_shared_step(site(kind, name))
 
 
 @every_engine
 def test_an_answer_is_of_the_codebook_that_its_request_joined(kind: str, name: str) -> None:
-    """The codebook loses all entries while requests are active: what they name and answer stays."""
-    engine, model = edited(kind), edited(kind).model
-    codebook = new_codebook(model.fingerprint, model.layer)
-    for slot, entry_id in enumerate(engine.codebook.entry_ids):
-        entry = added(
-            entry_id, engine.codebook.keys_ND[slot], 0.01, engine.codebook.labels[slot], engine.codebook.values_NV[slot]
-        )
-        codebook.apply(sealed(codebook, entry))
-    edited_seq = codebook.seq
-    lookup = CodebookLookup(codebook, index_of(codebook))
-    parameters = {} if kind == "bert" else {"min_new_tokens": 6, "max_new_tokens": 12}
-    requests = [asked(model, text, **parameters) for text in (RIGHT, WRONG, RIGHT, WRONG)]
-    before = [alone(engine, request) for request in requests[:2]]
-
-    def lose_entries(step: int) -> None:
-        if step == 3:
-            removed = [EntryChange(entry_id=entry_id, removed=True) for entry_id in codebook.entry_ids]
-            lookup.index.refresh(changed(codebook, *removed, op="undo"))
-
-    made = ENGINES[name](model, lookup, max_rows=4, check_answers=True)
-    finished = answer_all(made, requests, [0, 0, 3, 3], lose_entries)
-    assert [one.view and one.view.seq for one in finished] == [edited_seq] * 2 + [edited_seq + 1] * 2
-    assert [shown(one.served) for one in finished[:2] if one.served] == before
-    assert [one.served and (one.served.served_by or one.served.near_miss) for one in finished[2:]] == [None, None]
+    check_joined_codebook(site(kind, name))
 
 
 @contextmanager
@@ -179,20 +163,7 @@ def failing_on(model: EditableModel, token: int, error: Exception) -> Iterator[N
 
 @every_engine
 def test_a_request_on_which_the_model_fails_fails_alone(kind: str, name: str) -> None:
-    engine = edited(kind)
-    requests = [asked(engine.model, text) for text in PROMPTS]
-    bad = requests[3]
-    token = next(
-        each
-        for each in bad.prompt.token_ids
-        if all(each not in one.prompt.token_ids for one in requests if one is not bad)
-    )
-    with failing_on(engine.model, token, RuntimeError("a tensor of no shape")):
-        finished = answer_all(engine_for(name, engine), requests, [0, 0, 1, 2, 2, 2, 3, 9])
-    assert finished[3].failure == "RuntimeError: a tensor of no shape"
-    assert finished[3].served is None
-    good = [(one, request) for one, request in zip(finished, requests, strict=True) if request is not bad]
-    assert all(one.served and shown(one.served) == alone(engine, request) for one, request in good)
+    check_failure_alone(site(kind, name))
 
 
 @pytest.mark.parametrize("name", list(ENGINES))
@@ -272,18 +243,7 @@ def test_the_longest_waiting_request_joins_first_and_a_prefill_is_bounded() -> N
 
 @pytest.mark.parametrize("name", list(ENGINES))
 def test_dropped_requests_leave_and_the_others_go_on(name: str) -> None:
-    engine = edited("llama")
-    requests = [asked(engine.model, text, min_new_tokens=9, max_new_tokens=9) for text in PROMPTS[:4]]
-    made = engine_for(name, engine)
-    finished = made.step(requests)
-    made.drop([requests[1], requests[3], asked(engine.model, PROMPTS[5])])
-    assert made.active == (0 if name == "batch" else 2)
-    while made.active:
-        finished += made.step([])
-    kept = [one for one in finished if one.request in (requests[0], requests[2])]
-    assert {id(one.request): shown(one.served) for one in kept} == {
-        id(request): alone(engine, request) for request in (requests[0], requests[2])
-    }
+    check_dropped(site("llama", name), kept_active=0 if name == "batch" else 2)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
