@@ -1,15 +1,17 @@
-"""Fixtures and hooks of all tests: one real Kafka, one real Redis or Valkey, and the reasons to skip."""
+"""Fixtures and hooks of all tests: a real Kafka, a real Redis or Valkey, and the reasons to skip."""
 
 import functools
 import secrets
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from tests.support.rotation import PARTS, part_of_commit
 from tests.support.scheduling import arrange, make_scheduler
+from tests.support.shared_server import SharedServer, address_from
 
 try:
     import hypothesis
@@ -28,13 +30,27 @@ else:
     hypothesis.settings.load_profile("ci")
 
 
-@pytest.fixture(scope="session")
-def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the session's Kafka. Every test begins the names of its topics with its `prefix`."""
+_KAFKA = pytest.StashKey[SharedServer]()
+
+
+@contextmanager
+def _run_kafka(folders: pytest.TempPathFactory) -> Iterator[str]:
+    """A context with a Kafka; yields its address."""
     from gracestream.deploy.local.backends import kafka_backend  # noqa: PLC0415 - tests of the engine alone run without it
 
-    with kafka_backend(tmp_path_factory.mktemp("kafka")) as backend:
+    with kafka_backend(folders.mktemp("kafka")) as backend:
         yield backend.address
+
+
+@pytest.fixture(scope="session")
+def kafka(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the run's Kafka. Every test begins the names of its topics with its `prefix`."""
+    workerinput = getattr(request.config, "workerinput", None)
+    if workerinput is not None:
+        yield address_from(workerinput["kafka_socket"])
+        return
+    with _run_kafka(tmp_path_factory) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +77,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.part = part_of_commit()
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell each process of `pytest -n` where it gets the address of the Kafka that all of them share."""
+    config = node.config
+    if _KAFKA not in config.stash:
+        config.stash[_KAFKA] = SharedServer(functools.partial(_run_kafka, config._tmp_path_factory))
+    node.workerinput["kafka_socket"] = config.stash[_KAFKA].socket
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop the Kafka of the processes of `pytest -n`."""
+    if _KAFKA in config.stash:
+        config.stash[_KAFKA].close()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
