@@ -12,7 +12,7 @@ from typing import Any, Self
 import redis
 from kafka.admin import ScramMechanism, UserScramCredentialUpsertion
 
-from gracestream.deploy.local.kafka import LocalKafka, fetch_jars, find_java, kafka_version
+from gracestream.deploy.local.kafka import JAVA_OPTIONS, LocalKafka, class_archive, fetch_jars, find_java, kafka_version
 from gracestream.deploy.local.processes import HOST, find_free_port
 from gracestream.deploy.local.redis import LocalRedis
 from gracestream.pipeline.kafka.clients import admin
@@ -222,8 +222,9 @@ def kafka_acls(folder: Path, cache: Path) -> Path:
         goal = ["dependency:copy", f"-Dartifact={artifact}", f"-DoutputDirectory={tools}"]
         subprocess.run(["mvn", "--batch-mode", "--quiet", *goal], check=True, timeout=240)
     script = folder / "kafka-acls.sh"
-    options = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto -Xmx128m"
-    command = f"{find_java()} {options} -cp '{jars}/*:{tools}/*' org.apache.kafka.tools.AclCommand"
+    java = find_java()
+    options = [*JAVA_OPTIONS, f"-XX:SharedArchiveFile='{class_archive(java, jars)}'", "-Xmx128m"]
+    command = f"{java} {' '.join(options)} -cp '{jars}/*:{tools}/*' org.apache.kafka.tools.AclCommand"
     script.write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
     script.chmod(0o755)
     return script

@@ -1,6 +1,8 @@
 """The local stack: it starts, keeps its data, names what is missing, and leaves nothing behind."""
 
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +35,7 @@ from gracestream.deploy.local.processes import (
 )
 from gracestream.deploy.local.redis import LocalRedis
 from gracestream.deploy.local.server import ignore_progress
+from gracestream.pipeline.settings import load_settings
 
 SLEEP = [sys.executable, "-c", "import time; print('awake', flush=True); time.sleep(600)"]
 STUBBORN = [
@@ -220,6 +223,62 @@ class TestKafka:
         with pytest.raises(StackError, match=r"Maven could not fetch .* the repository is out of reach"):
             local_kafka.fetch_jars(tmp_path / "cache")
         assert list((tmp_path / "cache").iterdir()) == []
+
+
+class TestClassArchive:
+    @pytest.fixture
+    def cache(self, tmp_path: Path) -> Path:
+        """A cache with Kafka's jars and without a class archive."""
+        jars = local_kafka.fetch_jars(load_settings().model.cache_dir.expanduser())
+        shutil.copytree(jars, tmp_path / jars.name, ignore=shutil.ignore_patterns("*.jsa"))
+        return tmp_path
+
+    def test_the_first_start_writes_an_archive_that_java_accepts(self, cache: Path) -> None:
+        java, jars = local_kafka.find_java(), local_kafka.fetch_jars(cache)
+        reported: list[str] = []
+        server = LocalKafka(cache / "data", cache=cache, report=reported.append)
+        archive = local_kafka.class_archive(java, jars)
+        for _ in range(2):
+            assert server._archive_options(java, jars) == [f"-XX:SharedArchiveFile={archive}"]
+        assert reported == ["archiving Kafka's classes, once, so that it starts faster"]
+        assert list(jars.glob("*.jsa")) == [archive]
+        assert [folder.name for folder in cache.iterdir()] == [jars.name]
+        options = [*local_kafka.JAVA_OPTIONS, f"-XX:SharedArchiveFile={archive}", "-Xshare:on", "-Xlog:class+load"]
+        command = [java, *options, "-cp", f"{jars}/*", "kafka.Kafka", "--version"]
+        loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert re.search(r"kafka\.Kafka source: shared objects file \(top\)", loaded)
+
+    @pytest.mark.parametrize("error", [StackError("no broker"), PermissionError("no place")])
+    def test_a_broker_starts_without_an_archive_that_cannot_be_written(
+        self, cache: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(_server: LocalKafka, _archive: Path) -> None:
+            raise error
+
+        monkeypatch.setattr(LocalKafka, "_write_archive", fail)
+        server = LocalKafka(cache / "data", cache=cache)
+        assert server._archive_options(local_kafka.find_java(), local_kafka.fetch_jars(cache)) == []
+
+    def test_another_java_has_an_archive_of_its_own(self, tmp_path: Path) -> None:
+        javas = [tmp_path / "old" / "java", tmp_path / "new" / "java"]
+        for java in javas:
+            write_script(java, f"echo 'openjdk version \"17.0.1\" {java.parent.name}' >&2")
+        assert len({local_kafka.class_archive(str(java), tmp_path) for java in javas}) == 2
+
+    def test_an_archive_of_a_broker_that_was_killed_is_not_used(
+        self, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Killed:
+            returncode = -signal.SIGKILL
+
+        def start(server: LocalKafka, timeout: float = 60.0) -> None:
+            assert server._new_archive is not None
+            server._new_archive.write_bytes(b"incomplete")
+
+        monkeypatch.setattr(LocalKafka, "start", start)
+        monkeypatch.setattr(LocalKafka, "child", Killed)
+        server = LocalKafka(cache / "data", cache=cache)
+        assert server._archive_options(local_kafka.find_java(), local_kafka.fetch_jars(cache)) == []
 
 
 class TestRedis:
