@@ -23,17 +23,7 @@ from gracestream.pipeline.settings import Settings, to_environment_variables
 from tests.support.running import TIMEOUT, status, wait_until
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "gracestream.workers.cli.app",
-        "gracestream.workers.editor",
-        "gracestream.workers.inference",
-        "gracestream.pipeline.history",
-        "gracestream.pipeline.tuning.workbench",
-        "faiss",
-        "faust.transport.drivers.aiokafka",
-    ]
-)
+_CONTEXT.set_forkserver_preload(["tests.support.preloading"])
 
 
 def _command(
