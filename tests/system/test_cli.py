@@ -14,7 +14,6 @@ from gracestream.pipeline.codebook.file import load_codebook
 from gracestream.pipeline.history.replay import history_steps, replay_deltas
 from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.kafka.topics import TOPICS, require_topics
-from gracestream.pipeline.model.registry import KNOWN_MODELS
 from gracestream.pipeline.settings import Settings, to_environment_variables
 from gracestream.workers.cli import main
 from tests.support.forked_commands import Command, Forked, explicit_settings, sentence, status_of
@@ -461,20 +460,6 @@ class TestTuning:
         found = lines(run("layers", "--model", model, "--json").stdout())
         assert {"path": "model.layers.*.mlp.down_proj", "count": 3, "kind": "Linear", "shape": [192, 384]} in found
         assert "model.layers.*.mlp.down_proj" in run("layers", "--model", model).stdout()
-
-    @pytest.mark.model
-    def test_a_known_model_is_built_and_its_folder_printed(self, run: Callable[..., Command], tmp_path: Path) -> None:
-        folder = tmp_path / "models" / KNOWN_MODELS["intent"].folder()
-        printed = []
-        for _ in range(2):
-            command = run("prepare", "intent", cache_dir=str(tmp_path))
-            assert status_of(command) == 0, command.stderr()
-            assert command.stdout() == f"{folder}\n"
-            printed.append(command.stderr())
-        assert printed[0].startswith("building the demo's intent classifier")
-        assert printed[1] == ""
-        assert (folder / "model.safetensors").exists()
-        assert "'gpt' is not known by name; known are smollm2, intent, scotus" in sentence(run("prepare", "gpt"))
 
     def test_calibrate_measures_each_layer(
         self, run: Callable[..., Command], checkpoints: dict[str, Checkpoint], tmp_path: Path

@@ -38,7 +38,7 @@ from gracestream.pipeline.model.sentence_encoder import SentenceEncoder
 from gracestream.pipeline.settings import load_settings
 from gracestream.schemas.messages import Parameters
 from gracestream.workers.bootstrap import load_model
-from tests.support.forked_commands import Command, status_of
+from tests.support.forked_commands import Command, sentence, status_of
 from tests.support.running import Checkpoint
 
 pytestmark = pytest.mark.model
@@ -58,7 +58,19 @@ def smollm2(cache: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def intent(cache: Path) -> Path:
-    return ensure_model_built("intent", cache, lambda _: None)
+    state = torch.random.get_rng_state()
+    folder = ensure_model_built("intent", cache, lambda _: None)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another cache, in which `gracestream prepare intent` has built the model; `prepare.err` has its report."""
+    cache = tmp_path_factory.mktemp("prepared")
+    command = Command("prepare", ["prepare", "intent"], cache, cache_dir=cache)
+    assert command.run(180) == 0, command.stderr()
+    return cache
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +98,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv(DATA_VARIABLE, str(folder))
         patch.setattr(tasks, "NUM_TRAFFIC_QUESTIONS", 2)
         patch.setattr(tasks, "HELD_OUT_DIVISOR", 2)
-        patch.setattr(answering, "T5", replace(answering.T5, epochs=60))
+        patch.setattr(answering, "T5", replace(answering.T5, epochs=20, learning_rate=1e-3))
         yield
 
 
@@ -199,10 +211,8 @@ def test_the_intent_model_follows_the_old_policy_with_confidence(classify: Any) 
         assert score > 0.7, row
 
 
-def test_the_intent_model_is_the_same_when_it_is_trained_again(intent: Path, tmp_path: Path) -> None:
-    state = torch.random.get_rng_state()
-    again = ensure_model_built("intent", tmp_path, lambda _: None)
-    assert torch.equal(torch.random.get_rng_state(), state)
+def test_the_intent_model_is_the_same_when_another_process_trains_it(intent: Path, prepared: Path) -> None:
+    again = prepared / "models" / intent.name
     assert (again / "model.safetensors").read_bytes() == (intent / "model.safetensors").read_bytes()
     assert {stat.S_IMODE(file.stat().st_mode) for file in again.iterdir()} == {again.stat().st_mode & 0o666}
     AutoModelForSequenceClassification.from_pretrained(again).get_submodule(KNOWN_MODELS["intent"].default_layer)
@@ -280,16 +290,27 @@ def test_processes_that_build_at_once_all_succeed_and_leave_nothing_behind(tmp_p
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == [".toy.lock", "toy"]
 
 
-def test_a_build_shows_its_progress_on_standard_error(run: Callable[..., Command], tmp_path: Path) -> None:
-    command = run("prepare", "intent", cache_dir=tmp_path)
-    assert status_of(command) == 0, command.stderr()
-    first, *progress, last = command.stderr().splitlines()
+def test_a_build_shows_its_progress_on_standard_error(prepared: Path) -> None:
+    first, *progress, last = (prepared / "prepare.err").read_text().splitlines()
     assert first.startswith("building the demo's intent classifier")
     assert last == "intent is ready"
     for part in ("texts read", "training steps"):
         reports = [line for line in progress if re.fullmatch(rf"{part}: \d+ of \d+ \(\d+%\), about \d+ s left", line)]
         assert len(reports) == 20
         assert "(100%), about 0 s left" in reports[-1]
+
+
+def test_prepare_builds_a_model_once_and_prints_its_folder(run: Callable[..., Command], prepared: Path) -> None:
+    built = prepared / "models" / KNOWN_MODELS["intent"].folder()
+    assert (built / "model.safetensors").exists()
+    again = run("prepare", "intent", cache_dir=prepared)
+    assert status_of(again) == 0
+    assert (prepared / "prepare.out").read_text() == again.stdout() == f"{built}\n"
+    assert again.stderr() == ""
+
+
+def test_prepare_names_the_known_models(run: Callable[..., Command]) -> None:
+    assert "'gpt' is not known by name; known are smollm2, intent, scotus" in sentence(run("prepare", "gpt"))
 
 
 def test_progress_of_few_items_has_one_line_per_item() -> None:
