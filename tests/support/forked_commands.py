@@ -116,13 +116,18 @@ class Command:
         self.process.terminate()
         return self.wait()
 
+    def send_signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the process."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signum)
+
     def pause(self) -> None:
         """Pause the process."""
-        self._signal(signal.SIGSTOP)
+        self.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let the paused process run again."""
-        self._signal(signal.SIGCONT)
+        self.send_signal(signal.SIGCONT)
 
     def stdout(self) -> str:
         """The text of its standard output so far."""
@@ -136,10 +141,6 @@ class Command:
         """The worker's log events; lines of libraries are left out."""
         events = [json.loads(line) for line in self.stderr().splitlines()]
         return [event for event in events if "logger" not in event]
-
-    def _signal(self, signum: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signum)
 
     def __enter__(self) -> Self:
         self.start()

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from gracestream.deploy.local.processes import is_port_free
+from tests.support.forked_commands import Command
 from tests.support.repository import ROOT
 from tests.support.running import own_environment, wait_until
 
@@ -57,20 +58,12 @@ def test_up_prints_one_line_of_endpoints(up: tuple[subprocess.Popen[str], dict[s
 
 
 def test_another_up_on_the_same_folder_names_the_process_that_has_it(
-    up: tuple[subprocess.Popen[str], dict[str, Any]], log_file: Path
+    up: tuple[subprocess.Popen[str], dict[str, Any]], log_file: Path, tmp_path: Path
 ) -> None:
     process, _ = up
-    second = subprocess.run(
-        [*COMMAND, "up", "--data", str(log_file.parent / "data")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env=own_environment(),
-        check=False,
-    )
-    assert second.returncode == 1
-    assert second.stderr == (
+    second = Command("second", ["up", "--data", str(log_file.parent / "data")], tmp_path)
+    assert second.run() == 1
+    assert second.stderr() == (
         f"gracestream: another `gracestream up`, process {process.pid}, holds the folder {log_file.parent / 'data'};"
         f" stop it with Ctrl-C in its terminal or `kill {process.pid}`, or choose another folder with --data\n"
     )
@@ -141,68 +134,47 @@ def test_up_that_ends_while_it_starts_leaves_no_process(command: str, signum: si
     if command == "up":
         port = next(port for port in range(15_000, 20_000, 7) if all(map(is_port_free, range(port, port + 5))))
         given = ["--port", str(port)]
-    with subprocess.Popen(
-        [*COMMAND, command, "--model", "intent", "--data", str(tmp_path), *given],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env=own_environment(),
-    ) as process:
-        assert process.stdout is not None
-        printed = []
-        for line in process.stdout:
-            printed.append(line)
-            if "starting the editor" in line:
-                break
-        else:
-            pytest.fail("".join(printed))
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) >= 5
+    with Command(
+        command, [command, "--model", "intent", "--data", str(tmp_path / "data"), *given], tmp_path
+    ) as started:
+        wait_until(lambda: "starting the editor" in printed(started) or not started.running)
+        children = psutil.Process(started.process.pid).children(recursive=True)
+        assert len(children) >= 5, printed(started)
         if given:
-            assert f"Kafka answers on 127.0.0.1:{port} after" in "".join(printed)
-            assert f"Valkey answers on 127.0.0.1:{port + 1} after" in "".join(printed)
-        process.send_signal(signum)
-        assert process.wait(timeout=60) == 130
+            assert f"Kafka answers on 127.0.0.1:{port} after" in printed(started)
+            assert f"Valkey answers on 127.0.0.1:{port + 1} after" in printed(started)
+        started.send_signal(signum)
+        assert started.wait() == 130
     assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
 def test_up_reports_a_local_server_that_ends_with_its_log_file_and_the_remedy(tmp_path: Path) -> None:
-    log_file = tmp_path / "stderr"
-    with (
-        log_file.open("w") as stderr,
-        subprocess.Popen(
-            [*COMMAND, "up", "--model", "intent", "--json", "--replicas", "1", "--data", str(tmp_path / "data")],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            cwd=ROOT,
-            env=own_environment(),
-        ) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            endpoints = json.loads(process.stdout.readline() or pytest.fail(log_file.read_text()))
-            servers = {"Kafka": endpoints["kafka"], "Valkey": endpoints["redis"].partition("://")[2].partition("/")[0]}
-            lines = []
-            for name, address in servers.items():
-                (server,) = [
-                    child
-                    for child in psutil.Process(process.pid).children()
-                    if address.rpartition(":")[2] in {str(found.laddr.port) for found in listening(child)}
-                ]
-                server.kill()
-                log = tmp_path / "data" / {"Kafka": "kafka", "Valkey": "redis"}[name] / f"{name.lower()}.log"
-                lines.append(
-                    f"{name} ended with status -9, and the workers wait for it; see its log file {log}, stop this with"
-                    " Ctrl-C, and start `gracestream up` again\n"
-                )
-            wait_until(lambda: all(line in log_file.read_text() for line in lines), 30, "word of both")
-            assert log_file.read_text().count(" ended with ") == len(servers), "the workers go on"
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=60) == 0
-        finally:
-            process.terminate()  # if the test failed; otherwise it has ended
+    arguments = ["up", "--model", "intent", "--json", "--replicas", "1", "--data", str(tmp_path / "data")]
+    with Command("up", arguments, tmp_path) as started:
+        wait_until(lambda: started.stdout() or not started.running, 120)
+        endpoints = json.loads(started.stdout() or pytest.fail(started.stderr()))
+        servers = {"Kafka": endpoints["kafka"], "Valkey": endpoints["redis"].partition("://")[2].partition("/")[0]}
+        lines = []
+        for name, address in servers.items():
+            (server,) = [
+                child
+                for child in psutil.Process(started.process.pid).children()
+                if address.rpartition(":")[2] in {str(found.laddr.port) for found in listening(child)}
+            ]
+            server.kill()
+            log = tmp_path / "data" / {"Kafka": "kafka", "Valkey": "redis"}[name] / f"{name.lower()}.log"
+            lines.append(
+                f"{name} ended with status -9, and the workers wait for it; see its log file {log}, stop this with"
+                " Ctrl-C, and start `gracestream up` again\n"
+            )
+        wait_until(lambda: all(line in started.stderr() for line in lines), 30, "word of both")
+        assert started.stderr().count(" ended with ") == len(servers), "the workers go on"
+        started.send_signal(signal.SIGINT)
+        assert started.wait() == 0
+
+
+def printed(command: Command) -> str:
+    return command.stdout() + command.stderr()
 
 
 def listening(process: psutil.Process) -> list[Any]:
