@@ -3,6 +3,7 @@
 Each test also runs on the CPU with the GPU's code: torch searches all keys, without the prefilter.
 """
 
+import functools
 import math
 import warnings
 from collections.abc import Iterator
@@ -272,24 +273,30 @@ def answers(engine: EditEngine, batch: int = 5) -> list[tuple[str, str | None]]:
     return found
 
 
+@functools.cache
+def streamed(backend: Backend, kind: str) -> tuple[EditEngine, list[str], list[bytes]]:
+    """An engine after twelve corrections, their statuses and deltas. Tests do not change it."""
+    engine = backend.engine(editable(kind, device=backend.device))
+    return engine, *corrected(engine, kind)
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_stream_of_edits_has_the_decisions_and_answers_of_the_cpu(backend: Backend, kind: str) -> None:
-    engine, on_cpu = (
-        backend.engine(editable(kind, device=backend.device)),
-        EditEngine(editable(kind), "default", EditConfig()),
-    )
+    engine, statuses, _ = streamed(backend, kind)
+    on_cpu = EditEngine(editable(kind), "default", EditConfig())
     on_cpu.apply(on_cpu.lead_delta({}))
-    statuses, _ = corrected(engine, kind)
     assert statuses == corrected(on_cpu, kind)[0]
-    assert answers(engine) == answers(on_cpu)
+    found = answers(engine)
+    assert found == answers(on_cpu)
     accepted = [row for row, status in enumerate(statuses) if status != "rejected"]
     assert len(accepted) > 4
-    assert [answers(engine)[row][0] for row in accepted] == [targets(kind)[row] for row in accepted]
+    assert [found[row][0] for row in accepted] == [targets(kind)[row] for row in accepted]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_the_same_stream_gives_the_same_deltas_byte_for_byte(backend: Backend, kind: str) -> None:
-    first, second = (corrected(backend.engine(editable(kind, device=backend.device)), kind)[1] for _ in range(2))
+    _, _, first = streamed(backend, kind)
+    _, second = corrected(backend.engine(editable(kind, device=backend.device)), kind)
     assert first == second
     assert first
 
