@@ -1,7 +1,10 @@
 """deploy/acls.sh on a Kafka with an authorizer: each user can do its own work, and nothing else."""
 
 import json
+import os
+import re
 import secrets
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,7 @@ from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.messages import Prediction, Request, decode, encode
 from tests.support.forked_commands import Command, Forked, sentence, status_of
 from tests.support.running import TIMEOUT, Checkpoint, records, wait_until
-from tests.support.secured_servers import SUPER_USER, USERS, SecuredKafka
+from tests.support.secured_servers import ACLS, SUPER_USER, USERS, SecuredKafka
 from tests.support.tiny_models import texts
 
 pytestmark = pytest.mark.kafka
@@ -38,6 +41,11 @@ TABLE = {
     "snapshots":    ("RW",  "R",    "",    "",       "RW",    ""),
     "requests.dlq": ("",    "W",    "",    "",       "R",     "R"),
     "feedback.dlq": ("RW",  "",     "",    "",       "R",     "R"),
+}  # fmt: skip
+
+# The same for the topics that the header `reply_to` of a request may name.
+REPLY_TABLE = {
+    "answers":      ("",    "W",    "R",   "",       "",      ""),
 }  # fmt: skip
 
 # Rights beside reading and writing; a user that may read or write a topic may describe it.
@@ -71,7 +79,7 @@ def realm(
     prefix = f"t{secrets.token_hex(4)}-"
     secured_kafka.add_users(*(prefix + user for user in USERS))
     settings = load_settings()
-    printed = secured_kafka.set_acls(prefix, settings.model.cache_dir.expanduser())
+    printed = secured_kafka.set_acls(prefix, settings.model.cache_dir.expanduser(), REPLY_TOPICS=" ".join(REPLY_TABLE))
     common = {
         **checkpoints["llama"].settings(),
         "topic_prefix": prefix,
@@ -84,8 +92,12 @@ def realm(
 
 @pytest.fixture(scope="module")
 def topics(realm: Realm) -> None:
-    """The topics, created by the operator."""
+    """The topics, created by the operator; two for replies, created by the super user."""
     create_topics(realm.settings("operator").kafka, partitions=2, replication=1)
+    settings = load_settings(**realm.common, **realm.kafka.as_user(SUPER_USER)).kafka
+    client = admin(settings)
+    client.create_topics([NewTopic(settings.topic(name), 1, 1) for name in (*REPLY_TABLE, "hidden")])
+    client.close()
 
 
 def rights(settings: Settings) -> dict[str, set[str]]:
@@ -109,6 +121,9 @@ class TestRights:
             operations = {words[letter] for letter in columns[USERS.index(user)]}
             if operations or user in BESIDE:
                 expected[topic] = operations | BESIDE.get(user, {"DESCRIBE"})
+        for topic, columns in REPLY_TABLE.items():
+            if letter := columns[USERS.index(user)]:
+                expected[topic] = {words[letter], "DESCRIBE"}
         assert rights(realm.settings(user)) == expected
 
     def test_the_table_has_every_topic(self) -> None:
@@ -272,29 +287,46 @@ def test_the_script_lists_its_rules_and_may_run_again(realm: Realm) -> None:
     assert SUPER_USER not in listed
 
 
-def test_a_replica_replies_only_to_topics_named_to_the_script(
-    realm: Realm, secured_kafka: SecuredKafka, folder: Path
-) -> None:
-    prefix = f"t{secrets.token_hex(4)}-"
-    secured_kafka.add_users(*(prefix + user for user in ("replica", "user", "operator")))
-    secured_kafka.set_acls(prefix, load_settings().model.cache_dir.expanduser(), REPLY_TOPICS="answers more-answers")
-    common = {**realm.common, "topic_prefix": prefix}
-    root = load_settings(**common, **secured_kafka.as_user(SUPER_USER))
-    replica, user = (load_settings(**common, **secured_kafka.as_user(prefix + user)) for user in ("replica", "user"))
-    create_topics(root.kafka, partitions=1, replication=1)
-    client = admin(root.kafka)
-    client.create_topics([NewTopic(f"{prefix}{name}", 1, 1) for name in ("answers", "hidden")])
-    client.close()
+def test_the_script_without_reply_topics_has_the_same_rules_but_theirs(tmp_path: Path) -> None:
+    """The commands that it would run; those of `realm` have run."""
+    script = tmp_path / "kafka-acls.sh"
+    script.write_text('#!/bin/sh\necho "$@"\n')
+    script.chmod(0o755)
+    commands = []
+    for chosen in ({}, {"REPLY_TOPICS": "answers more-answers"}):
+        environment = {**os.environ, "KAFKA_ACLS": str(script), "GRACESTREAM_TOPIC_PREFIX": "mine-", **chosen}
+        ran = subprocess.run([ACLS], env=environment, capture_output=True, text=True, check=True)
+        commands.append(ran.stdout.splitlines())
+    without, with_topics = commands
+    assert all("--add" in command and "answers" not in command for command in without)
+    added = [command for command in with_topics if command not in without]
+    assert [command for command in with_topics if command in without] == without
+    assert [re.sub(r"^.* --allow-principal User:gracestream-", "", command) for command in added] == [
+        "replica --operation Write --operation Describe --topic mine-answers --topic mine-more-answers",
+        "user --operation Read --topic mine-answers --topic mine-more-answers",
+    ]
+
+
+@pytest.mark.usefixtures("topics")
+def test_a_replica_replies_only_to_topics_named_to_the_script(realm: Realm, folder: Path) -> None:
+    prefix = realm.common["topic_prefix"]
+    user = realm.settings("user")
     sender = producer(user.kafka)
-    with Forked("replica", "infer", replica, folder) as worker:
+    with Forked("replica", "infer", realm.settings("replica"), folder) as worker:
         worker.wait_ready(90)
         for name in ("answers", "hidden"):
             request = encode(Request(v=1, request_id=name, inputs=PROMPT))
             sender.send(f"{prefix}requests", request, headers=[("reply_to", f"{prefix}{name}".encode())])
         (answer,) = wait_until(lambda: records(user, "answers"))
         assert decode(answer.value, Prediction).error is UNSET
-        (rejection,) = wait_until(lambda: records(user, "predictions"))
-        assert f"the topic {prefix}hidden" in str(decode(rejection.value, Prediction).error)
-        assert "deploy/acls.sh" in str(decode(rejection.value, Prediction).error)
+
+        def rejected() -> list[Prediction]:
+            predictions = [decode(record.value, Prediction) for record in records(user, "predictions")]
+            return [one for one in predictions if one.request_id in {"answers", "hidden"}]
+
+        (rejection,) = wait_until(rejected)
+        assert rejection.request_id == "hidden"
+        assert f"the topic {prefix}hidden" in str(rejection.error)
+        assert "deploy/acls.sh" in str(rejection.error)
         assert worker.stop() == 0
     sender.close(timeout=5)
