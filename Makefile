@@ -45,6 +45,7 @@ test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.support.vllm_environment
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 LONG := tests/chaos tests/system/test_demo.py tests/integration/kafka/test_late_requests.py tests/system/test_poison.py tests/unit/editor/test_seeded_faults.py
@@ -77,9 +78,10 @@ lock: setup  ## pin the requirements anew
 	$(COMPILE) --extra cpu --extra local --extra experiments --extra dev pyproject.toml -o $(REQUIREMENTS)/dev.txt
 	$(COMPILE) --extra cpu --constraint $(REQUIREMENTS)/dev.txt --excludes $(REQUIREMENTS)/no-cuda.txt pyproject.toml -o $(REQUIREMENTS)/cpu.txt
 	$(COMPILE) --extra gpu --constraint $(REQUIREMENTS)/dev.txt pyproject.toml -o $(REQUIREMENTS)/gpu.txt
+	$(COMPILE) --extra cpu --extra local --override $(REQUIREMENTS)/vllm-overrides.txt $(REQUIREMENTS)/vllm.in pyproject.toml -o $(REQUIREMENTS)/vllm.txt
 	$(COMPILE) --no-deps $(REQUIREMENTS)/models.in -o $(REQUIREMENTS)/models.txt
 	$(COMPILE) --no-deps $(REQUIREMENTS)/encoder.in -o $(REQUIREMENTS)/encoder.txt
 	$(COMPILE) --no-deps $(REQUIREMENTS)/uv.in -o $(REQUIREMENTS)/uv.txt
 
 clean:  ## remove the virtual environment, caches and local data
-	rm -rf .venv .cache site .gracestream .mypy_cache .ruff_cache .pytest_cache .hypothesis results
+	rm -rf .venv .venv-vllm .cache site .gracestream .mypy_cache .ruff_cache .pytest_cache .hypothesis results

@@ -53,6 +53,9 @@ from gracestream.workers.shutdown import exit_on_signals, exit_when_stalled
 
 log = structlog.get_logger()
 
+WorkerKind = Literal["inference", "editor"]
+"""A replica or an editor."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
@@ -74,7 +77,7 @@ class WorkerContext:
 
 
 @contextmanager
-def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator[WorkerContext]:
+def start_worker(kind: WorkerKind, settings: Settings) -> Iterator[WorkerContext]:
     """Start a worker, and stop it on exit. SIGTERM and SIGINT set its `stop`, and end the process soon after.
 
     `idle` is set at the start: until the worker clears it, a signal ends the process at once.
@@ -83,6 +86,26 @@ def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> It
         PortError, SettingsError, UnreachableError, AccessDeniedError, TopicError, ModelError, LayerError: the worker
             cannot start; the text gives the reason and the remedy.
     """
+    name = begin_logs(kind, settings)
+    idle = threading.Event()
+    idle.set()
+    stop = exit_on_signals(settings.process.shutdown_timeout, idle)
+    registry = metrics.REPLICA_REGISTRY if kind == "inference" else metrics.EDITOR_REGISTRY
+    health = Health(settings.kafka.stall_timeout, metrics=functools.partial(metrics.render_metrics, registry))
+    exit_when_stalled(health.stalled_part, stop)
+    server = HealthServer(health, settings.http.host, settings.http.port)
+    try:
+        log.info("worker_starting", url=server.url)
+        connect(kind, settings)
+        yield WorkerContext(name, health, load_worker_model(kind, settings), stop, idle)
+    finally:
+        stop.set()  # starts the shutdown timeout for threads that still work
+        server.close()
+        log.info("worker_stopped")
+
+
+def begin_logs(kind: WorkerKind, settings: Settings) -> str:
+    """Set up the log of a worker, and warn of misspelt variables; the worker's name."""
     name = settings.process.worker_name or f"{socket.gethostname()}-{os.getpid()}"
     configure_logs(settings.process.log_format, worker=kind, name=name)
     for variable, intended in unknown_variables(os.environ).items():
@@ -93,57 +116,65 @@ def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> It
             consequence="the variable has no effect",
             remedy="correct the variable's name, or unset it",
         )
-    idle = threading.Event()
-    idle.set()
-    stop = exit_on_signals(settings.process.shutdown_timeout, idle)
-    registry = metrics.REPLICA_REGISTRY if kind == "inference" else metrics.EDITOR_REGISTRY
-    health = Health(settings.kafka.stall_timeout, metrics=functools.partial(metrics.render_metrics, registry))
-    exit_when_stalled(health.stalled_part, stop)
-    server = HealthServer(health, settings.http.host, settings.http.port)
+    return name
+
+
+def connect(kind: WorkerKind, settings: Settings) -> None:
+    """Wait for Kafka, check permissions and topics, and wait some time for Redis.
+
+    Raises:
+        UnreachableError, AccessDeniedError, TopicError: Kafka cannot be used.
+    """
+    wait_for_kafka(settings.kafka, report=_log_waiting, await_name=True)
+    require_permissions(settings.kafka, REQUIRED_PERMISSIONS[kind])
+    require_topics(settings.kafka)
     try:
-        log.info("worker_starting", url=server.url)
-        wait_for_kafka(settings.kafka, report=_log_waiting, await_name=True)
-        require_permissions(settings.kafka, REQUIRED_PERMISSIONS[kind])
-        require_topics(settings.kafka)
-        try:
-            wait_for_redis(settings.redis, report=_log_waiting)
-        except UnreachableError as error:
-            log.warning(
-                "redis_wait_timeout",
-                reason=str(error),
-                consequence="the worker starts without Redis, and is degraded until Redis answers",
-            )
-        if settings.model.threads is not None:
-            set_threads(settings.model.threads)
-        model = load_model(settings.model, settings.editing.policy)
-        log.info(
-            "model_loaded",
-            model=settings.model.name,
-            layer=model.layer,
-            fingerprint=model.fingerprint[:12],
-            query=model.query_source,
-            device=device_name(model.device),
-            dtype=model.dtype,
+        wait_for_redis(settings.redis, report=_log_waiting)
+    except UnreachableError as error:
+        log.warning(
+            "redis_wait_timeout",
+            reason=str(error),
+            consequence="the worker starts without Redis, and is degraded until Redis answers",
         )
-        if model.device.type not in DTYPE_TOLERANCES[model.query_dtype].measured_on:
-            log.warning(
-                "tolerance_not_measured",
-                dtype=model.query_dtype,
-                device=model.device.type,
-                consequence="the same input may be treated as a different one in another batch, or on another device",
-            )
-        if model.device.type == "cpu" and settings.model.device == "auto" and (driver := driver_version()) is not None:
-            log.warning(
-                "gpu_not_used",
-                driver=driver,
-                reason=cuda_unavailable_reason(),
-                consequence="the model runs on the CPU, slowly",
-            )
-        yield WorkerContext(name, health, model, stop, idle)
-    finally:
-        stop.set()  # starts the shutdown timeout for threads that still work
-        server.close()
-        log.info("worker_stopped")
+
+
+def load_worker_model(kind: WorkerKind, settings: Settings) -> EditableModel:
+    """The model of a worker, without its weights if vLLM answers.
+
+    Raises:
+        ModelError, LayerError, SettingsError: see `load_model`.
+    """
+    if settings.model.threads is not None:
+        set_threads(settings.model.threads)
+    uses_vllm = kind == "inference" and settings.serving.engine == "vllm"
+    choice = settings.model.model_copy(update={"device": "cpu"}) if uses_vllm else settings.model
+    model = load_model(choice, settings.editing.policy)
+    if uses_vllm:
+        model.drop_weights()
+    log.info(
+        "model_loaded",
+        model=settings.model.name,
+        layer=model.layer,
+        fingerprint=model.fingerprint[:12],
+        query=model.query_source,
+        device=device_name(model.device),
+        dtype=model.dtype,
+    )
+    if model.device.type not in DTYPE_TOLERANCES[model.query_dtype].measured_on:
+        log.warning(
+            "tolerance_not_measured",
+            dtype=model.query_dtype,
+            device=model.device.type,
+            consequence="the same input may be treated as a different one in another batch, or on another device",
+        )
+    if model.device.type == "cpu" and choice.device == "auto" and (driver := driver_version()) is not None:
+        log.warning(
+            "gpu_not_used",
+            driver=driver,
+            reason=cuda_unavailable_reason(),
+            consequence="the model runs on the CPU, slowly",
+        )
+    return model
 
 
 def _log_waiting(progress: str) -> None:

@@ -1,7 +1,7 @@
 """Editable models: checkpoints, layers, tasks and the adaptor, up to answers served with a codebook's edits."""
 
 from gracestream.pipeline.model.adaptor import AdaptorPass, QueryToken, ReplacedTokens, last_token_positions
-from gracestream.pipeline.model.batch import Batch, Prompt
+from gracestream.pipeline.model.batch import Batch, LastTurn, Prompt
 from gracestream.pipeline.model.checkpoint import (
     ModelError,
     is_causal,
@@ -10,7 +10,13 @@ from gracestream.pipeline.model.checkpoint import (
     suppress_load_warnings,
 )
 from gracestream.pipeline.model.editable import EditableModel, ServedAnswer
-from gracestream.pipeline.model.engines.base import AnswerEngine, Finished
+from gracestream.pipeline.model.engines.base import (
+    AnswerEngine,
+    CodebookView,
+    EngineRequest,
+    Finished,
+    describe_failure,
+)
 from gracestream.pipeline.model.engines.choose import EngineName, make_engine
 from gracestream.pipeline.model.layers import LayerError, RepeatedLayer, is_in_decoder, linear_layers, normalize_path
 from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
@@ -50,10 +56,13 @@ __all__ = [
     "Batch",
     "CausalGeneration",
     "Classification",
+    "CodebookView",
     "EditableModel",
     "EngineName",
+    "EngineRequest",
     "Finished",
     "InputError",
+    "LastTurn",
     "LayerError",
     "Limits",
     "ModelAnswer",
@@ -73,6 +82,7 @@ __all__ = [
     "TargetPass",
     "check_target",
     "default_layer",
+    "describe_failure",
     "ensure_model_built",
     "is_causal",
     "is_in_decoder",

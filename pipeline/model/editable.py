@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from gracestream.pipeline.codebook import CodebookLookup, FoundEntry, Label
 from gracestream.pipeline.model.adaptor import Adaptor, QueryToken, ReplacedTokens
-from gracestream.pipeline.model.batch import Batch, Prompt
+from gracestream.pipeline.model.batch import Batch, LastTurn, Prompt
 from gracestream.pipeline.model.checkpoint import ModelError, load_checkpoint
 from gracestream.pipeline.model.fingerprint import cached_fingerprint, compute_fingerprint
 from gracestream.pipeline.model.layers import LayerError, find_layer, is_in_decoder, linear_layers, normalize_path
@@ -131,7 +131,7 @@ class EditableModel:
         self._encoder = encoder
         self.adaptor = Adaptor(
             find_layer(model, layer), query or self.task.query, replace or self.task.replace,
-            None if encoder is None else self._encode_queries,
+            None if encoder is None else self._encode_batch,
         )  # fmt: skip
         # Another query source makes other keys, and other replaced tokens need other values. The fingerprint covers
         # both, so that workers with different settings cannot share a codebook.
@@ -191,6 +191,21 @@ class EditableModel:
             )
         return model
 
+    def drop_weights(self) -> None:
+        """Free the weights of the model. It then only tokenises prompts, makes queries from text, and reads labels.
+
+        Another program that runs the same checkpoint answers the prompts.
+
+        Raises:
+            ModelError: the queries come from the layer's input.
+        """
+        if self._encoder is None:
+            raise ModelError(
+                f"the query is the {self.query_source} token's input of the layer, which another engine does not show;"
+                " set GRACESTREAM_QUERY_SOURCE=encoder for editor and replicas of a new codebook"
+            )
+        self.module.to("meta")
+
     def _suggest_layers(self) -> str:
         """Up to `MAX_SUGGESTED_LAYERS` layers that passed the check of `load`, as text."""
         self.adaptor.remove()
@@ -235,19 +250,24 @@ class EditableModel:
 
     def queries(self, prompts: Sequence[Prompt]) -> Tensor:
         """The queries (B, D), float32, of tokenised prompts. No module after the wrapped one runs."""
-        batch = self.task.batch(prompts)
         if self._encoder is not None:
-            return self._encode_queries(batch)
+            return self._encode(
+                [list(prompt.token_ids) for prompt in prompts], [prompt.last_turn for prompt in prompts]
+            )
+        batch = self.task.batch(prompts)
         with torch.inference_mode(), self.adaptor.record_query(batch) as adaptor_pass:
             self.task.forward_prompt(batch)
         return adaptor_pass.queries_BD
 
-    def _encode_queries(self, batch: Batch) -> Tensor:
+    def _encode_batch(self, batch: Batch) -> Tensor:
+        """The encoder's queries (B, D) of a batch."""
+        prompts = batch.prompt_token_ids()
+        return self._encode(prompts, batch.last_turns or [None] * len(prompts))
+
+    def _encode(self, prompts: Sequence[Sequence[int]], turns: Sequence[LastTurn | None]) -> Tensor:
         """The encoder's queries (B, D), from each prompt's text, or from the last message of a chat."""
         assert self._encoder is not None
-        prompts = batch.prompt_token_ids()
         texts = self.task.tokenizer.batch_decode(prompts, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        turns = batch.last_turns or [None] * len(prompts)
         texts = [text if turn is None else turn.text for text, turn in zip(texts, turns, strict=True)]
         return self._encoder(prompts, texts, [turn is not None and turn.has_earlier_turns for turn in turns])
 

@@ -2,8 +2,10 @@
 
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.replica.delta_follower import DeltaFollower
+from gracestream.pipeline.replica.live_codebook import LiveCodebook
 from gracestream.pipeline.replica.replica import Replica
 from gracestream.pipeline.replica.request_handler import (
+    EngineFactory,
     PreparedBatch,
     PreparedRequest,
     Reply,
@@ -15,6 +17,8 @@ from gracestream.pipeline.replica.request_handler import (
 __all__ = [
     "CodebookReplica",
     "DeltaFollower",
+    "EngineFactory",
+    "LiveCodebook",
     "PreparedBatch",
     "PreparedRequest",
     "Replica",

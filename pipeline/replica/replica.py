@@ -32,6 +32,7 @@ from gracestream.pipeline.observability import Health
 from gracestream.pipeline.replica.engine_runner import EngineRunner
 from gracestream.pipeline.replica.live_codebook import LiveCodebook
 from gracestream.pipeline.replica.request_handler import (
+    EngineFactory,
     PreparedRequest,
     Reply,
     ReplyChunk,
@@ -58,6 +59,7 @@ class Replica:
         self,
         model: EditableModel,
         settings: Settings,
+        make_engine: EngineFactory,
         *,
         name: str,
         health: Health,
@@ -67,7 +69,7 @@ class Replica:
         """`stop` ends the replica. It sets `idle` while no work is in progress."""
         self._settings, self._health, self._stop, self._idle = settings, health, stop, idle
         self._live = LiveCodebook(model.fingerprint, model.layer, model.device, settings, health)
-        self._request_handler = RequestHandler(model, self._live.replica, settings.kafka, name, settings.serving)
+        self._request_handler = RequestHandler(model, self._live.replica, settings.kafka, name, make_engine)
         self._prepare_thread = ThreadPoolExecutor(1, thread_name_prefix="reading")
         self._engine_runner = EngineRunner(self._request_handler.engine, self._run_step, self._live.thread)
 

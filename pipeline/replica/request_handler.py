@@ -31,10 +31,10 @@ from gracestream.pipeline.kafka import (
     dead_letter_for,
     resolve_reply_address,
 )
-from gracestream.pipeline.model import AnswerEngine, EditableModel, Finished, InputError, Prompt, make_engine
+from gracestream.pipeline.model import AnswerEngine, EditableModel, Finished, InputError, Prompt
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
-from gracestream.pipeline.settings import KafkaSettings, ServingSettings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.messages import (
     SCHEMA_VERSION,
     AppliedEdit,
@@ -159,6 +159,10 @@ class TimedLookup(CodebookLookup):
         return found_entries
 
 
+EngineFactory = Callable[[CodebookLookup], AnswerEngine[PreparedRequest]]
+"""Makes the engine that answers requests with a lookup."""
+
+
 class RequestHandler:
     """Answers with one model and one codebook replica. `step` runs in the model's thread; the rest in any.
 
@@ -172,23 +176,11 @@ class RequestHandler:
         codebook_replica: CodebookReplica,
         kafka: KafkaSettings,
         replica_name: str,
-        serving: ServingSettings,
+        make_engine: EngineFactory,
     ) -> None:
-        """Choose the engine that the settings ask for.
-
-        Raises:
-            UserError: the model does not support it.
-        """
         self._model, self._codebook_replica = model, codebook_replica
         self._kafka, self._replica_name = kafka, replica_name
-        self.engine: AnswerEngine[PreparedRequest] = make_engine(
-            serving.engine,
-            model,
-            TimedLookup(codebook_replica.codebook, codebook_replica.index),
-            max_rows=serving.request_batch_size,
-            check_answers=serving.check_answers,
-            on_fallback=_warn_of_batch_engine,
-        )
+        self.engine = make_engine(TimedLookup(codebook_replica.codebook, codebook_replica.index))
 
     def prepare(self, records: Iterable[RequestRecord]) -> PreparedBatch:
         """Decode and tokenise records. Those that cannot be answered get their replies at once."""
@@ -313,15 +305,6 @@ class RequestHandler:
             replica=self._replica_name,
             latency_ms=round(1000 * seconds, 3),
         )
-
-
-def _warn_of_batch_engine(reason: str) -> None:
-    """Log that the continuous engine cannot run the model."""
-    log.warning(
-        "continuous_engine_unsupported",
-        reason=reason,
-        consequence="the batch engine answers: a short answer waits for the longest of its batch",
-    )
 
 
 def _prediction_reply(prediction: Prediction, record: RequestRecord, address: ReplyAddress) -> Reply:

@@ -14,10 +14,13 @@ class ServingSettings(SettingsGroup):
         True,
         description="If the value of an entry does not produce its target on a prompt, answer unedited (near miss).",
     )
-    engine: Literal["auto", "batch", "continuous"] = Field(
+    engine: Literal["auto", "batch", "continuous", "vllm"] = Field(
         "auto",
-        description="How requests share the model: `batch` (whole answers together) or `continuous` (they join and"
-        " leave between tokens). `auto` is continuous for causal language models that support it.",
+        description="What runs the model: `batch` (whole answers together), `continuous` (requests join and leave"
+        " between tokens) or `vllm`. `auto` is continuous for causal language models that support it.",
+    )
+    vllm_args: str = Field(
+        "", description="Arguments for the engine `vllm`, as for `vllm serve`, such as `--max-model-len 4096`."
     )
     request_batch_size: int = Field(16, ge=1, description="Limit on the requests in the model at one time.")
     batch_max_wait: FiniteFloat = Field(

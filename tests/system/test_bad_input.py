@@ -25,6 +25,7 @@ from gracestream.schemas.deltas import EntryChange
 from gracestream.schemas.messages import NearMiss, Prediction, decode, encode
 from gracestream.workers.bootstrap import WorkerContext
 from gracestream.workers.editor import build_editor
+from gracestream.workers.inference import engine_factory
 from tests.support.forked_commands import Forked
 from tests.support.running import (
     TIMEOUT,
@@ -239,7 +240,7 @@ def test_only_the_request_on_which_the_model_fails_gets_an_error(
     codebook_replica = CodebookReplica(
         codebook, KeyIndex(codebook, model.device), store, DeltaFollower(settings.kafka), settings
     )
-    handler = RequestHandler(model, codebook_replica, settings.kafka, "replica", settings.serving)
+    handler = RequestHandler(model, codebook_replica, settings.kafka, "replica", engine_factory(model, settings))
     prompts = texts(4, seed=5)
     words = [set(prompt.split()) for prompt in prompts]
     (breaking,) = model.task.tokenize(min(words[2] - words[0] - words[1] - words[3])).token_ids
@@ -302,8 +303,8 @@ def test_an_answer_that_is_not_the_entrys_target_is_never_sent(kafka: str, redis
     record = RequestRecord(encode(question("q", prompt)), "requests", 0, 0, 0.0)
 
     def served(*, check_answers: bool = True) -> Prediction:
-        serving = settings.serving.model_copy(update={"check_answers": check_answers})
-        handler = RequestHandler(model, codebook_replica, settings.kafka, "replica", serving)
+        checked = settings_for(kafka, redis_url, prefix, check_answers=check_answers)
+        handler = RequestHandler(model, codebook_replica, settings.kafka, "replica", engine_factory(model, checked))
         (prediction,) = replies_of(handler, [record])
         return prediction
 

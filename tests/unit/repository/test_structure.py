@@ -30,12 +30,13 @@ ALLOWED = {
     "history": "settings kafka stores codebook model editing editor",
     "tuning": "search wording codebook model editing",
     "experiments": "search settings client codebook model editing replica",
+    "vllm": "settings observability codebook model client replica",
     "errors": "",
     "device": "",
 }
 """What each package may import. Every row names only earlier rows, but for the last two, which import no package."""
 
-APPLICATIONS = {"experiments", "tuning"}
+APPLICATIONS = {"experiments", "tuning", "vllm"}
 """Packages without a public interface: the commands that run them import their modules."""
 
 

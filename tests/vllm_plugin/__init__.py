@@ -1,0 +1,1 @@
+"""Tests of corrections in vLLM. They run in its own virtual environment (`tests.support.vllm_environment`)."""

@@ -1,0 +1,157 @@
+"""The plugins of vLLM: `VLLM_PLUGINS=gracestream vllm serve MODEL` is a replica that answers over HTTP.
+
+1. vLLM calls `register` in each of its processes. The workers then inject values into the layer.
+2. vLLM's server makes a `ServerPlugin`. It follows the codebook, looks requests up, and adds headers and a route.
+
+Both do nothing unless `VLLM_PLUGINS` names gracestream, since vLLM loads plugins for routes only by name.
+"""
+
+import asyncio
+import functools
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any, ClassVar
+
+import structlog
+from vllm.engine.arg_utils import EngineArgs
+
+from gracestream.pipeline.client import Client
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.model import normalize_path, resolve_layer
+from gracestream.pipeline.observability import Health, HealthServer, metrics
+from gracestream.pipeline.replica import LiveCodebook
+from gracestream.pipeline.settings import Settings, SettingsError, load_settings
+from gracestream.pipeline.vllm.generation import CorrectedGeneration
+from gracestream.pipeline.vllm.http import AnswerMemory, CorrectionMiddleware, feedback_router
+from gracestream.pipeline.vllm.injection import install
+from gracestream.pipeline.vllm.lookups import LookupQueue
+from gracestream.pipeline.vllm.support import config_fault, require_supported_version, use_supported_runner
+from gracestream.schemas.messages import Feedback
+from gracestream.workers.bootstrap import begin_logs, checkpoint_from_settings, connect, load_worker_model
+
+log = structlog.get_logger()
+
+NAME = "gracestream"
+"""The name of both plugins in `VLLM_PLUGINS`."""
+
+READINESS_INTERVAL = 0.1
+"""Seconds between two updates of readiness."""
+
+
+def register() -> None:
+    """Prepare this process of vLLM for corrections."""
+    if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
+        return
+    with _exit_on_user_error():
+        require_supported_version()
+        use_supported_runner()
+    _check_configs()
+    install(lambda model: _layer(server_settings(model)))
+
+
+class ServerPlugin:
+    """The plugin of vLLM's server: a `vllm.plugins.endpoint_plugins.EndpointPlugin`."""
+
+    name = NAME
+    required_tasks: ClassVar[tuple[str, ...]] = ("generate",)
+
+    def __init__(self) -> None:
+        self._memory = AnswerMemory()
+        self._stack = AsyncExitStack()
+        self._client: Client | None = None
+
+    def attach_router(self, app: Any) -> None:
+        """Add the middleware and the route of feedback."""
+        app.add_middleware(CorrectionMiddleware, memory=self._memory)
+        app.include_router(feedback_router(self._memory, self._send))
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Catch up with the codebook, and look up all requests from now on."""
+        del state
+        with _exit_on_user_error():
+            settings = server_settings(args.model)
+            begin_logs("inference", settings)
+            health = Health(
+                settings.kafka.stall_timeout,
+                metrics=functools.partial(metrics.render_metrics, metrics.REPLICA_REGISTRY),
+            )
+            server = HealthServer(health, settings.http.host, settings.http.port)
+            log.info("worker_starting", url=server.url)
+            await asyncio.to_thread(connect, "inference", settings)
+            model = await asyncio.to_thread(load_worker_model, "inference", settings)
+            self._client = await asyncio.to_thread(Client, settings)
+        live = LiveCodebook(model.fingerprint, model.layer, model.device, settings, health)
+        if not await live.start():
+            sys.exit(1)
+        await self._stack.enter_async_context(live.following())
+        engine_client.generate = CorrectedGeneration(
+            engine_client.generate,
+            model,
+            LookupQueue(model, live, health),
+            check_answers=settings.serving.check_answers,
+        )
+        live.set_ready()
+        self._readiness = asyncio.create_task(_report_readiness(live, health))
+
+    def _send(self, feedback: Feedback) -> None:
+        assert self._client is not None
+        self._client.send([feedback])
+
+
+async def _report_readiness(live: LiveCodebook, health: Health) -> None:
+    """Update readiness while the server runs."""
+    while live.fault is None:
+        health.begin("event loop")
+        live.update_readiness()
+        await asyncio.sleep(READINESS_INTERVAL)
+
+
+def server_settings(model: str) -> Settings:
+    """The settings of a server that runs a model.
+
+    Raises:
+        SettingsError: a setting is not valid, or names another model.
+    """
+    settings = load_settings(engine="vllm", model=None if "GRACESTREAM_MODEL" in os.environ else model)
+    checkpoint = checkpoint_from_settings(settings.model)
+    if os.path.realpath(checkpoint) != os.path.realpath(model):
+        raise SettingsError(
+            f"vLLM serves the model {model!r}, and GRACESTREAM_MODEL is {settings.model.name!r}, whose checkpoint is"
+            f" {checkpoint!r}: serve that, or unset GRACESTREAM_MODEL"
+        )
+    return settings
+
+
+def _layer(settings: Settings) -> str:
+    return normalize_path(resolve_layer(settings.model.name, settings.model.layer))
+
+
+def _check_configs() -> None:
+    """Check each configuration that vLLM makes in this process."""
+    create = EngineArgs.create_engine_config
+    if getattr(create, "is_from_gracestream", False):
+        return
+
+    @functools.wraps(create)
+    def checked(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        config = create(self, *args, **kwargs)
+        with _exit_on_user_error():
+            settings = server_settings(config.model_config.model)
+            if (fault := config_fault(config, settings.model.dtype, _layer(settings))) is not None:
+                raise UserError(fault)
+        return config
+
+    checked.is_from_gracestream = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = checked
+
+
+@contextmanager
+def _exit_on_user_error() -> Iterator[None]:
+    """End the process with the text of a `UserError`, without a traceback."""
+    try:
+        yield
+    except UserError as error:
+        sys.exit(f"gracestream: {error}")
