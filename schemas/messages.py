@@ -383,7 +383,7 @@ def escape_unprintable(text: str) -> str:
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
-def to_one_line(error: Exception | str) -> str:
+def to_one_line(error: BaseException | str) -> str:
     """The text of an error as one printable line of at most 300 characters."""
     text = escape_unprintable(" ".join(str(error).split()))
     # msgspec quotes names and values of the record at any length. The end of its text names the place in the record.

@@ -9,6 +9,7 @@ Both do nothing unless `VLLM_PLUGINS` names gracestream, since vLLM loads plugin
 import asyncio
 import functools
 import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -19,14 +20,14 @@ import structlog
 from vllm.engine.arg_utils import EngineArgs
 
 from gracestream.pipeline.client import Client
-from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.errors import HistoryError, UserError
 from gracestream.pipeline.model import normalize_path, resolve_layer
 from gracestream.pipeline.observability import Health, HealthServer, metrics
 from gracestream.pipeline.replica import LiveCodebook
 from gracestream.pipeline.settings import Settings, SettingsError, load_settings
 from gracestream.pipeline.vllm.generation import CorrectedGeneration
 from gracestream.pipeline.vllm.http import AnswerMemory, CorrectionMiddleware, feedback_router
-from gracestream.pipeline.vllm.injection import install
+from gracestream.pipeline.vllm.injection import choose_layer, install
 from gracestream.pipeline.vllm.lookups import LookupQueue
 from gracestream.pipeline.vllm.support import config_fault, require_supported_version, use_supported_runner
 from gracestream.schemas.messages import Feedback
@@ -49,7 +50,7 @@ def register() -> None:
         require_supported_version()
         use_supported_runner()
     _check_configs()
-    install(lambda model: _layer(server_settings(model)))
+    install()
 
 
 class ServerPlugin:
@@ -62,11 +63,12 @@ class ServerPlugin:
         self._memory = AnswerMemory()
         self._stack = AsyncExitStack()
         self._client: Client | None = None
+        self._takes_feedback = False
 
     def attach_router(self, app: Any) -> None:
         """Add the middleware and the route of feedback."""
         app.add_middleware(CorrectionMiddleware, memory=self._memory)
-        app.include_router(feedback_router(self._memory, self._send))
+        app.include_router(feedback_router(self._memory, self._send, lambda: self._takes_feedback))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Catch up with the codebook, and look up all requests from now on."""
@@ -83,10 +85,11 @@ class ServerPlugin:
             await asyncio.to_thread(connect, "inference", settings)
             model = await asyncio.to_thread(load_worker_model, "inference", settings)
             self._client = await asyncio.to_thread(Client, settings)
-        live = LiveCodebook(model.fingerprint, model.layer, model.device, settings, health)
-        if not await live.start():
-            sys.exit(1)
-        await self._stack.enter_async_context(live.following())
+            self._takes_feedback = settings.http.feedback
+            live = LiveCodebook(model.fingerprint, model.layer, model.device, settings, health)
+            if not await live.start():
+                sys.exit(1)
+        follower = await self._stack.enter_async_context(live.following())
         engine_client.generate = CorrectedGeneration(
             engine_client.generate,
             model,
@@ -94,19 +97,25 @@ class ServerPlugin:
             check_answers=settings.serving.check_answers,
         )
         live.set_ready()
-        self._readiness = asyncio.create_task(_report_readiness(live, health))
+        self._watcher = asyncio.create_task(_watch(live, health, follower))
 
     def _send(self, feedback: Feedback) -> None:
         assert self._client is not None
         self._client.send([feedback])
 
 
-async def _report_readiness(live: LiveCodebook, health: Health) -> None:
-    """Update readiness while the server runs."""
-    while live.fault is None:
+async def _watch(live: LiveCodebook, health: Health, follower: "asyncio.Task[None]") -> None:
+    """Report health and readiness while the server runs. If the codebook no longer follows the log, stop the server."""
+    while not follower.done():
         health.begin("event loop")
-        live.update_readiness()
+        if live.fault is None:
+            live.update_readiness()
         await asyncio.sleep(READINESS_INTERVAL)
+    if follower.cancelled():
+        return
+    live.report_follower(follower)
+    health.set_not_ready("the codebook no longer follows the log")
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def server_settings(model: str) -> Settings:
@@ -125,10 +134,6 @@ def server_settings(model: str) -> Settings:
     return settings
 
 
-def _layer(settings: Settings) -> str:
-    return normalize_path(resolve_layer(settings.model.name, settings.model.layer))
-
-
 def _check_configs() -> None:
     """Check each configuration that vLLM makes in this process."""
     create = EngineArgs.create_engine_config
@@ -140,8 +145,10 @@ def _check_configs() -> None:
         config = create(self, *args, **kwargs)
         with _exit_on_user_error():
             settings = server_settings(config.model_config.model)
-            if (fault := config_fault(config, settings.model.dtype, _layer(settings))) is not None:
+            layer = normalize_path(resolve_layer(settings.model.name, settings.model.layer))
+            if (fault := config_fault(config, settings.model.dtype, layer)) is not None:
                 raise UserError(fault)
+        choose_layer(config, layer)
         return config
 
     checked.is_from_gracestream = True  # type: ignore[attr-defined]
@@ -153,5 +160,5 @@ def _exit_on_user_error() -> Iterator[None]:
     """End the process with the text of a `UserError`, without a traceback."""
     try:
         yield
-    except UserError as error:
+    except (UserError, HistoryError) as error:
         sys.exit(f"gracestream: {error}")

@@ -12,6 +12,7 @@ from gracestream.pipeline.replica.request_handler import (
     ReplyChunk,
     RequestHandler,
     RequestRecord,
+    near_miss_reason,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "ReplyChunk",
     "RequestHandler",
     "RequestRecord",
+    "near_miss_reason",
 ]

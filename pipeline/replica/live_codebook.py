@@ -20,6 +20,7 @@ import torch
 from gracestream.pipeline.codebook import Codebook, KeyIndex
 from gracestream.pipeline.device import DeviceLostError
 from gracestream.pipeline.errors import HistoryError
+from gracestream.pipeline.model import describe_failure
 from gracestream.pipeline.observability import Health
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.replica.delta_follower import DeltaFollower
@@ -179,6 +180,16 @@ class LiveCodebook:
                 seq=self.codebook.seq,
                 consequence="the replica exits with status 1; others answer its requests",
             )
+
+    def report_follower(self, task: "asyncio.Task[None]") -> None:
+        """Log why the task of `following` ended."""
+        error = task.exception()
+        log.error(
+            "head_follower_failed",
+            reason="unknown" if error is None else describe_failure(error),
+            seq=self.codebook.seq,
+            consequence="the replica exits with status 1; others answer its requests",
+        )
 
     def set_ready(self) -> None:
         """Report `ready`."""

@@ -27,7 +27,7 @@ import structlog
 
 from gracestream.pipeline.device import DeviceLostError
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model import EditableModel, describe_failure
 from gracestream.pipeline.observability import Health
 from gracestream.pipeline.replica.engine_runner import EngineRunner
 from gracestream.pipeline.replica.live_codebook import LiveCodebook
@@ -41,7 +41,6 @@ from gracestream.pipeline.replica.request_handler import (
 )
 from gracestream.pipeline.replica.request_plane import RequestPlane
 from gracestream.pipeline.settings import Settings
-from gracestream.schemas.messages import to_one_line
 
 log = structlog.get_logger()
 
@@ -105,16 +104,11 @@ class Replica:
             while not (await self._wait_for_stop() or self._live.fault or plane.failed or head_task.done()):
                 self._live.update_readiness()
             if head_task.done():  # only a defect ends it
-                log.error(
-                    "head_follower_failed",
-                    reason=_describe_error(head_task.exception()),
-                    seq=self._live.codebook.seq,
-                    consequence="the replica exits with status 1; others answer its requests",
-                )
+                self._live.report_follower(head_task)
             if plane.failed:
                 log.error(
                     "request_plane_failed",
-                    reason=_describe_error(plane.failure),
+                    reason="unknown" if plane.failure is None else describe_failure(plane.failure),
                     consequence="the replica exits with status 1; others answer its requests",
                 )
             if self._live.fault is None:
@@ -180,7 +174,3 @@ class Replica:
         self._health.begin("event loop")
         await asyncio.sleep(STOP_CHECK_SECONDS)
         return self._stop.is_set()
-
-
-def _describe_error(error: BaseException | None) -> str:
-    return "unknown" if error is None else f"{type(error).__name__}: {to_one_line(str(error))}"

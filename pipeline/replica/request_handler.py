@@ -247,7 +247,7 @@ class RequestHandler:
         )
         near_miss: NearMiss | UnsetType = UNSET
         if (missed := served.near_miss) is not None:
-            reason = _near_miss_reason(missed)
+            reason = near_miss_reason(missed)
             metrics.NEAR_MISSES.labels(reason).inc()
             near_miss = NearMiss(
                 entry_id=missed.entry_id,
@@ -331,7 +331,7 @@ def _error_fallback(prediction: Prediction, record: RequestRecord, address: Repl
     )
 
 
-def _near_miss_reason(missed: FoundEntry) -> NearMissReason:
+def near_miss_reason(missed: FoundEntry) -> NearMissReason:
     """Why the nearest entry did not answer: distance, wording, or its value's answer."""
     if missed.reason_not_served == OUTSIDE_RADIUS_REASON:
         return "distance"

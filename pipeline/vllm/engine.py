@@ -12,7 +12,7 @@ from msgspec import UNSET
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from gracestream.pipeline.codebook import CodebookLookup, if_serving
-from gracestream.pipeline.device import raise_if_device_lost
+from gracestream.pipeline.device import DeviceLostError, raise_if_device_lost
 from gracestream.pipeline.model import (
     AnswerEngine,
     CausalGeneration,
@@ -86,7 +86,8 @@ class VllmEngine(AnswerEngine[R]):
         """Take requests in, and run one step of vLLM."""
         finished = self._join(joining) if joining else []
         if self._suspects and not self._active:
-            finished += self._start(self._suspects.popleft())
+            suspect = self._suspects.popleft()
+            finished += self._start(suspect.request, suspect.view, suspect.value, is_retry=suspect.is_retry)
         if not self._active:
             return finished
         try:
@@ -121,12 +122,14 @@ class VllmEngine(AnswerEngine[R]):
         for request, found in zip(requests, found_entries, strict=True):
             serving = if_serving(found)
             value = None if serving is None else value_bytes(self._lookup, serving)
-            finished += self._start(_Active(request, CodebookView.of(self._lookup, found), value))
+            finished += self._start(request, CodebookView.of(self._lookup, found), value)
         return finished
 
-    def _start(self, active: _Active[R]) -> list[Finished[R]]:
+    def _start(
+        self, request: R, view: CodebookView, value: bytes | None = None, *, is_retry: bool = False
+    ) -> list[Finished[R]]:
         """Give a request to vLLM; returns its failure if vLLM does not take it."""
-        request = active.request
+        active = _Active(request, view, value, is_retry)
         self._num_started += 1
         name = str(self._num_started)
         try:
@@ -171,7 +174,7 @@ class VllmEngine(AnswerEngine[R]):
             and served.served_by is not None
             and not self._task.matches_target(answer, view.label, request.parameters)
         ):
-            return self._start(_Active(request, view, None, is_retry=True))
+            return self._start(request, view, is_retry=True)
         return [Finished(request, served, view)]
 
     def _fail_active(self, failure: str) -> list[Finished[R]]:
@@ -179,6 +182,9 @@ class VllmEngine(AnswerEngine[R]):
         failed = list(self._active.values())
         self._llm.abort_request(list(self._active))
         self._active.clear()
+        # vLLM has listed the blocks of the failed step as cached, before they were computed.
+        if not self._llm.reset_prefix_cache():
+            raise DeviceLostError(f"vLLM cannot forget the blocks of a failed step: {failure}")
         if len(failed) == 1:
             return [Finished(failed[0].request, None, None, failure)]
         self._suspects.extend(failed)

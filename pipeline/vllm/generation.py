@@ -23,6 +23,7 @@ from gracestream.pipeline.codebook import Label
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.model import CausalGeneration, EditableModel, LastTurn, Prompt
 from gracestream.pipeline.observability import metrics
+from gracestream.pipeline.replica import near_miss_reason
 from gracestream.pipeline.vllm.lookups import LookupQueue, LookupResult
 from gracestream.pipeline.vllm.values import carry_value, edited_prompt
 
@@ -35,13 +36,17 @@ class HttpRequest:
     """What an HTTP request says beside its prompts, and what the codebook did for them.
 
     Attributes:
+        min_seq: The delta that the answers must include; 0: any.
         last_turn: The last message of a chat; None for texts.
-        may_correct: False if the last message of a chat is not a text of the user.
+        may_correct: False if the codebook does not apply, such as to a tool's message.
+        failure: Why the request cannot be answered from the codebook, once that is known; empty if it can.
         lookups: For each prompt vLLM's id, the lookup, and True if the answer is the entry's.
     """
 
+    min_seq: int = 0
     last_turn: LastTurn | None = None
     may_correct: bool = True
+    failure: str = ""
     lookups: list[tuple[str, LookupResult, bool]] = field(default_factory=list)
 
 
@@ -70,20 +75,17 @@ class CorrectedGeneration:
         """The outputs of a request, as of `EngineClient.generate`.
 
         Raises:
-            GracefulHTTPError: 503, because the history of the codebook cannot be followed.
+            GracefulHTTPError: 503, because the history of the codebook cannot be followed, or `min_seq` is not reached.
         """
         parameters = carry_value(sampling_params, None)
-        request = current_request.get() or HttpRequest()
+        request = current_request.get() or HttpRequest(may_correct=False)
         if not self._can_correct(prompt, parameters, request, kwargs):
             async with aclosing(self._generate(prompt, parameters, request_id, **kwargs)) as outputs:
                 async for output in outputs:
                     yield output
             return
         token_ids = list(prompt["prompt_token_ids"])
-        try:
-            result = await self._lookups.find(Prompt(tuple(token_ids), last_turn=request.last_turn))
-        except HistoryError as error:
-            raise GracefulHTTPError(f"corrections cannot be served: {error}", HTTPStatus.SERVICE_UNAVAILABLE) from error
+        result = await self._look_up(Prompt(tuple(token_ids), last_turn=request.last_turn), request)
         held: list[RequestOutput] | None = None
         if result.value is not None:
             edited = edited_prompt(token_ids, result.value, prompt.get("cache_salt"))
@@ -92,20 +94,32 @@ class CorrectedGeneration:
             edited_outputs = self._generate(edited, carry_value(parameters, result.value), request_id, **kwargs)
             held = await self._hold(edited_outputs, result.view.label, parameters)
         request.lookups.append((request_id, result, held is not None))
+        _count(result, is_corrected=held is not None)
         if held is not None:
-            metrics.EDITED_ANSWERS.inc()
             outputs = _iterate(held)
         else:
             # The edited request may still be leaving the engine, so this one has a name of its own.
             name = request_id if result.value is None else f"{request_id}-unedited"
             outputs = self._generate(prompt, parameters, name, **kwargs)
-        answered: list[int] = []
+        num_tokens = 0
         async with aclosing(outputs):
             async for output in outputs:
-                answered = _answered(answered, output, parameters)
+                new_or_all = len(output.outputs[0].token_ids)
+                num_tokens = num_tokens + new_or_all if _is_delta(parameters) else new_or_all
                 if output.finished:
-                    output.outputs[0].weight_versions = [WeightVersionSpan(result.version, 0, len(answered))]
+                    output.outputs[0].weight_versions = [WeightVersionSpan(result.version, 0, num_tokens)]
                 yield output
+
+    async def _look_up(self, prompt: Prompt, request: HttpRequest) -> LookupResult:
+        try:
+            result = await self._lookups.find(prompt, request.min_seq)
+        except HistoryError as error:
+            request.failure = f"corrections cannot be served: {error}"
+            raise GracefulHTTPError(request.failure, HTTPStatus.SERVICE_UNAVAILABLE) from error
+        if result.view.seq < request.min_seq:
+            request.failure = f"min_seq {request.min_seq} is not reached: the codebook is at {result.view.seq}"
+            raise GracefulHTTPError(request.failure, HTTPStatus.SERVICE_UNAVAILABLE)
+        return result
 
     def _can_correct(
         self, prompt: Any, parameters: SamplingParams, request: HttpRequest, kwargs: dict[str, Any]
@@ -115,9 +129,11 @@ class CorrectedGeneration:
             request.may_correct
             and isinstance(prompt, dict)
             and prompt.get("type") == "token"
-            and len(prompt["prompt_token_ids"]) <= self._task.max_prompt_tokens
+            and 0 < len(prompt["prompt_token_ids"]) <= self._task.max_prompt_tokens
+            and max(prompt["prompt_token_ids"]) < self._task.vocabulary_size
             and parameters.n == 1
             and parameters.prompt_logprobs is None
+            and "kv_transfer_params" not in (parameters.extra_args or {})  # they serve one request, not a second one
             and kwargs.get("lora_request") is None
         )
 
@@ -130,7 +146,8 @@ class CorrectedGeneration:
         async with aclosing(outputs):
             async for output in outputs:
                 held.append(output)
-                answered = _answered(answered, output, parameters)
+                token_ids = output.outputs[0].token_ids
+                answered = [*answered, *token_ids] if _is_delta(parameters) else list(token_ids)
                 if self._check_answers and not self._may_become_target(answered, label, parameters, output):
                     return None
         return held
@@ -150,13 +167,21 @@ class CorrectedGeneration:
         return bool(parameters.min_tokens or parameters.ignore_eos or label[-1] not in self._task.eos_token_ids)
 
 
+def _count(result: LookupResult, *, is_corrected: bool) -> None:
+    """Count a request, as any replica does."""
+    metrics.REQUESTS_TOTAL.labels("ok").inc()
+    if is_corrected:
+        metrics.EDITED_ANSWERS.inc()
+    elif result.view.found is not None:
+        metrics.NEAR_MISSES.labels(near_miss_reason(result.view.found)).inc()
+
+
 async def _iterate(outputs: list[RequestOutput]) -> AsyncGenerator[RequestOutput, None]:
     """Outputs that are complete, as a generator."""
     for output in outputs:
         yield output
 
 
-def _answered(before: list[int], output: RequestOutput, parameters: SamplingParams) -> list[int]:
-    """The tokens of an answer so far. An output holds either the new ones or all of them."""
-    token_ids = output.outputs[0].token_ids
-    return [*before, *token_ids] if parameters.output_kind is RequestOutputKind.DELTA else list(token_ids)
+def _is_delta(parameters: SamplingParams) -> bool:
+    """True if each output holds the new tokens, False if it holds all of them."""
+    return parameters.output_kind is RequestOutputKind.DELTA

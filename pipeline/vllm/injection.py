@@ -28,6 +28,9 @@ from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.vllm.support import LAYER_REMEDY
 from gracestream.pipeline.vllm.values import carried_value, value_array
 
+CONFIG_KEY = "gracestream_layer"
+"""The key of the edited layer's path in vLLM's additional configuration."""
+
 
 @dataclass(slots=True)
 class StepValues:
@@ -82,7 +85,8 @@ def _inject(output_TV: Tensor) -> None:
     rows_K, values_KV = _step.take()
     if rows_K:
         values = torch.stack(values_KV).to(output_TV.device, output_TV.dtype)
-        output_TV.index_copy_(0, torch.tensor(rows_K, device=output_TV.device), values)
+        rows = torch.tensor(rows_K, device=output_TV.device)
+        output_TV.view(-1, output_TV.shape[-1]).index_copy_(0, rows, values)  # some models have (1, T, V)
 
 
 _library.impl("inject", _inject, "CPU")
@@ -119,28 +123,32 @@ def wrap_layer(model: nn.Module, path: str) -> None:
         )
         reason = f"vLLM fuses {name} into {fused}" if fused else f"vLLM's {type(model).__name__} has no such layer"
         raise UserError(f"layer {path!r} cannot be edited in vLLM: {reason}; {LAYER_REMEDY}")
-    if not isinstance(layer, LinearBase):
+    linear = getattr(layer, "base_layer", layer)  # of LoRA
+    if not isinstance(linear, LinearBase):
         raise UserError(f"layer {path!r} cannot be edited in vLLM: it is no linear layer; {LAYER_REMEDY}")
-    is_sharded = isinstance(layer, ColumnParallelLinear) and not layer.gather_output
-    is_partial = isinstance(layer, RowParallelLinear) and not layer.reduce_results
-    if layer.tp_size > 1 and (is_sharded or is_partial):
+    if getattr(linear, "skip_bias_add", False) and linear.bias is not None:
+        raise UserError(f"layer {path!r} cannot be edited in vLLM: its bias is added after it; {LAYER_REMEDY}")
+    is_sharded = isinstance(linear, ColumnParallelLinear) and not linear.gather_output
+    is_partial = isinstance(linear, RowParallelLinear) and not linear.reduce_results
+    if linear.tp_size > 1 and (is_sharded or is_partial):
         raise UserError(
-            f"layer {path!r} cannot be edited in vLLM: each of {layer.tp_size} processes has a part of its output;"
+            f"layer {path!r} cannot be edited in vLLM: each of {linear.tp_size} processes has a part of its output;"
             f" {LAYER_REMEDY}"
         )
     setattr(modules[parent_path], name, InjectedLayer(layer))
 
 
-def install(layer_of: Callable[[str], str]) -> None:
-    """Change vLLM's model runners in this process, so that they inject values. Later calls have no effect.
+def choose_layer(config: Any, path: str) -> None:
+    """Write the layer into a `VllmConfig`: all processes read it there, and compiled models are cached by it."""
+    config.additional_config = {**config.additional_config, CONFIG_KEY: path}
 
-    Args:
-        layer_of: The path of the layer to edit in the model of a name.
-    """
+
+def install() -> None:
+    """Change vLLM's model runners in this process, so that they inject values. Later calls have no effect."""
 
     def load_model(method: Method, self: Any, *args: Any, **kwargs: Any) -> None:
         method(self, *args, **kwargs)
-        wrap_layer(self.model, layer_of(self.model_config.model))
+        wrap_layer(self.model, self.vllm_config.additional_config[CONFIG_KEY])
 
     def prepare_inputs(method: Method, self: Any, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         prepared = method(self, scheduler_output, num_scheduled_tokens)

@@ -55,14 +55,16 @@ class LookupQueue:
         self._pending: list[_Pending] = []
         self._is_scheduled = False
 
-    async def find(self, prompt: Prompt) -> LookupResult:
-        """The lookup of a prompt.
+    async def find(self, prompt: Prompt, min_seq: int) -> LookupResult:
+        """The lookup of a prompt. It waits for the delta `min_seq`, but not for ever.
 
         Raises:
             HistoryError: the history cannot be followed, now or since an earlier lookup.
         """
         if isinstance(self._live.fault, HistoryError):
             raise self._live.fault
+        if min_seq > self._live.codebook.seq:
+            await self._live.wait_for_delta(min_seq, asyncio.get_running_loop().time())
         pending = _Pending(prompt, asyncio.get_running_loop().create_future())
         with self._lock:
             self._pending.append(pending)
@@ -79,21 +81,23 @@ class LookupQueue:
         """Look up the prompts that wait; runs in the codebook's thread."""
         with self._lock:
             batch, self._pending = self._pending[:MAX_LOOKUP_BATCH], self._pending[MAX_LOOKUP_BATCH:]
-        try:
-            with self._health.busy("model"):
-                self._live.move_to_head()
-                results = self._look_up([pending.prompt for pending in batch])
-        except Exception as error:  # noqa: BLE001  (`find` raises it to its callers)
-            if isinstance(error, HistoryError):
-                self._live.record_fault(error)
-            for pending in batch:
-                pending.result.get_loop().call_soon_threadsafe(_fail, pending.result, error)
-        else:
-            for pending, result in zip(batch, results, strict=True):
-                pending.result.get_loop().call_soon_threadsafe(_succeed, pending.result, result)
+        for pending, result in zip(batch, self._results([pending.prompt for pending in batch]), strict=True):
+            pending.result.get_loop().call_soon_threadsafe(_settle, pending.result, result)
         with self._lock:
             self._is_scheduled = False
             self._schedule()
+
+    def _results(self, prompts: list[Prompt]) -> list[LookupResult | Exception]:
+        """The lookup of each prompt, or why it failed. A prompt that breaks the encoder does not affect the others."""
+        try:
+            with self._health.busy("model"):
+                self._live.move_to_head()
+                return [*self._look_up(prompts)]
+        except HistoryError as error:
+            self._live.record_fault(error)
+            return [error] * len(prompts)
+        except Exception as error:  # noqa: BLE001  (`find` raises it to its caller)
+            return [error] if len(prompts) == 1 else [one for prompt in prompts for one in self._results([prompt])]
 
     def _look_up(self, prompts: list[Prompt]) -> list[LookupResult]:
         task = self._model.task
@@ -107,11 +111,10 @@ class LookupQueue:
         ]
 
 
-def _succeed(future: "asyncio.Future[LookupResult]", result: LookupResult) -> None:
-    if not future.done():  # the request may have been cancelled
+def _settle(future: "asyncio.Future[LookupResult]", result: LookupResult | Exception) -> None:
+    if future.done():  # the request was cancelled
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
         future.set_result(result)
-
-
-def _fail(future: "asyncio.Future[LookupResult]", error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -11,7 +11,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.vllm.injection import install
+from gracestream.pipeline.vllm.injection import choose_layer, install
 from gracestream.pipeline.vllm.support import config_fault, use_supported_runner
 
 
@@ -28,16 +28,23 @@ def start_engine(model: EditableModel, checkpoint: str, settings: Settings) -> L
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process, and its step is a call
     use_supported_runner()
-    install(lambda _name: model.layer)
+    install()
     arguments = _parse(settings.serving.vllm_args)
     arguments.model, arguments.tokenizer = checkpoint, checkpoint
     arguments.disable_log_stats = True
+    arguments.async_scheduling = False  # a step that fails is then the only one
     if arguments.dtype == "auto":
         arguments.dtype = settings.model.dtype
     try:
         config = EngineArgs.from_cli_args(arguments).create_engine_config()
         if (fault := config_fault(config, settings.model.dtype, model.layer)) is not None:
             raise UserError(fault)
+        if config.parallel_config.world_size > 1:
+            raise UserError(
+                f"GRACESTREAM_VLLM_ARGS asks for {config.parallel_config.world_size} processes; this engine has one:"
+                " use `vllm serve`"
+            )
+        choose_layer(config, model.layer)
         return LLMEngine.from_vllm_config(config, disable_log_stats=True)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"vLLM does not start: {error}") from error

@@ -12,14 +12,12 @@ from gracestream.pipeline.errors import UserError
 SUPPORTED = ((0, 32), (0, 33))
 """The first supported version, and the first one after it that has not been tested."""
 
-FUSED_LAYERS = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
+OTHER_LAYERS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "as a part of qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "as a part of gate_up_proj"),
+    "query_key_value": "in another order",
 }
-"""Layers that vLLM computes as a part of another one, in most model families."""
+"""How vLLM computes layers that it does not have as the editor's model has them, in most families."""
 
 LAYER_REMEDY = (
     "set GRACESTREAM_LAYER to an o_proj or a down_proj, for editor and replicas of a new codebook, or serve with"
@@ -66,8 +64,8 @@ def config_fault(config: Any, dtype: str, layer: str) -> str | None:
     name = layer.rpartition(".")[2]
     if model.runner_type != "generate":
         return f"vLLM runs {model.model!r} as a {model.runner_type} model; corrections need one that generates text"
-    if name in FUSED_LAYERS:
-        return f"layer {layer!r} cannot be edited in vLLM, which fuses {name} into {FUSED_LAYERS[name]}: {LAYER_REMEDY}"
+    if name in OTHER_LAYERS:
+        return f"layer {layer!r} cannot be edited in vLLM, which computes it {OTHER_LAYERS[name]}: {LAYER_REMEDY}"
     if model.quantization is not None:
         return (
             f"the model is quantised ({model.quantization}), and values are trained on the unquantised one: serve it"
@@ -78,6 +76,14 @@ def config_fault(config: Any, dtype: str, layer: str) -> str | None:
             f"vLLM runs the model in {str(model.dtype).removeprefix('torch.')}, and GRACESTREAM_DTYPE is {dtype}: set"
             f" --dtype or GRACESTREAM_DTYPE, so that they agree with the editor's"
         )
-    if config.parallel_config.enable_dbo:
-        return "two halves of a batch run at once (--enable-dbo), which corrections do not support: leave it out"
-    return None
+    wrong = {
+        "--revision": model.revision,
+        "--tokenizer": model.tokenizer != model.model,
+        "--hf-overrides": model.hf_overrides,
+        "--load-format dummy": config.load_config.load_format == "dummy",
+        "--enable-dbo or --ubatch-size": config.parallel_config.use_ubatching,
+        "--pipeline-parallel-size": config.parallel_config.pipeline_parallel_size > 1,
+        "--kv-sharing-fast-prefill": config.cache_config.kv_sharing_fast_prefill,
+    }
+    given = [name for name, is_given in wrong.items() if is_given]
+    return f"corrections would be wrong with {', '.join(given)}: leave it out" if given else None

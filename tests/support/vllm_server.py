@@ -93,21 +93,23 @@ class VllmServer:
         found: dict[str, Any] = json.loads(status(self.health_port, "/state")[1])
         return found
 
-    def complete(self, prompt: str | Sequence[str], **fields: Any) -> Answer:
+    def complete(self, prompt: str | Sequence[str], min_seq: int = 0, **fields: Any) -> Answer:
         """The answers to one or several texts."""
-        return self._answer("/v1/completions", {"prompt": prompt, **fields})
+        return self._answer("/v1/completions", {"prompt": prompt, **fields}, {"x-gracestream-min-seq": str(min_seq)})
 
     def chat(self, *messages: tuple[str, str], **fields: Any) -> Answer:
         """The answer to a chat of roles and contents."""
         listed = [{"role": role, "content": content} for role, content in messages]
         return self._answer("/v1/chat/completions", {"messages": listed, **fields})
 
-    def post(self, path: str, fields: Mapping[str, Any]) -> tuple[int, bytes, dict[str, str]]:
+    def post(
+        self, path: str, fields: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes, dict[str, str]]:
         """Status, body and headers of a POST request."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}",
             json.dumps(fields).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", **(headers or {})},
         )
         try:
             with urllib.request.urlopen(request, timeout=300) as response:
@@ -115,8 +117,8 @@ class VllmServer:
         except urllib.error.HTTPError as error:
             return error.code, error.read(), {}
 
-    def _answer(self, path: str, fields: Mapping[str, Any]) -> Answer:
-        code, body, headers = self.post(path, {"model": "model", "max_tokens": 12, "temperature": 0, **fields})
+    def _answer(self, path: str, fields: Mapping[str, Any], given: Mapping[str, str] | None = None) -> Answer:
+        code, body, headers = self.post(path, {"model": "model", "max_tokens": 12, "temperature": 0, **fields}, given)
         assert code == 200, body
         if fields.get("stream"):
             chunks = [json.loads(line[6:]) for line in body.decode().splitlines() if line.startswith("data: {")]

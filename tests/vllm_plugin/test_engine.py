@@ -29,9 +29,7 @@ from tests.support.engine_behaviour import (
 from tests.support.engine_requests import Asked, answer_all, asked
 from tests.support.tiny_models import added, correct, sealed
 
-pytest.importorskip(
-    "vllm", reason="vLLM has a virtual environment of its own; tests/system/test_vllm.py runs these tests"
-)
+pytest.importorskip("vllm", reason="tests/system/test_vllm.py runs these tests in vLLM's own environment")
 
 from gracestream.pipeline.vllm.engine import VllmEngine
 from gracestream.pipeline.vllm.startup import start_engine
@@ -183,6 +181,21 @@ def test_cached_prefixes_of_an_edited_prompt_reach_no_unedited_one() -> None:
         (unedited,) = here.model.answer([request.prompt], [request.parameters], empty.lookup)
         (one,) = answer_all(make(empty.lookup, 4), [request])
         assert shown(one.served) == shown(unedited)
+
+
+def test_a_failed_step_leaves_no_block_in_the_cache() -> None:
+    """vLLM lists blocks as cached when it schedules them. The step that computes these fails."""
+    here = site()
+    long = f"Once there was a {' and a '.join(['dog', 'cat', 'bird', 'fish', 'horse'] * 5)} that lived in"
+    bad = here.asked(f"{long} zebra")
+    good = here.asked(f"{long} the", max_new_tokens=8)
+    expected_answer = alone(good)
+    made = make(here.lookup, 4)
+    with failing_on(bad.prompt.token_ids[-1], RuntimeError("a tensor of no shape")):
+        (failed,) = answer_all(made, [bad])
+    assert failed.failure == "RuntimeError: a tensor of no shape"
+    (one,) = answer_all(made, [good])
+    assert shown(one.served) == expected_answer
 
 
 def test_an_edit_at_the_first_token_of_a_chunk_applies() -> None:

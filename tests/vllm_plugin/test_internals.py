@@ -10,12 +10,12 @@ from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.model.registry import ensure_model_built
 from gracestream.pipeline.settings import load_settings
 
-pytest.importorskip(
-    "vllm", reason="vLLM has a virtual environment of its own; tests/system/test_vllm.py runs these tests"
-)
+pytest.importorskip("vllm", reason="tests/system/test_vllm.py runs these tests in vLLM's own environment")
 
 import vllm
+import vllm.envs
 from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import load_endpoint_plugins, load_plugins_by_group
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from gracestream.pipeline.vllm import support
-from gracestream.pipeline.vllm.injection import wrap_layer
+from gracestream.pipeline.vllm.injection import choose_layer, wrap_layer
 from gracestream.pipeline.vllm.values import carried_value, carry_value, edited_prompt
 from gracestream.workers.vllm import ServerPlugin, register
 
@@ -53,13 +53,11 @@ def test_the_fields_that_are_read_exist() -> None:
 
 
 def test_vllms_server_loads_both_plugins_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.plugins import load_endpoint_plugins, load_plugins_by_group  # noqa: PLC0415 - reads the environment
-
-    monkeypatch.setenv("VLLM_PLUGINS", "gracestream")
+    monkeypatch.setattr(vllm.envs, "VLLM_PLUGINS", ["gracestream"], raising=False)
     assert load_plugins_by_group("vllm.general_plugins") == {"gracestream": register}
     (plugin,) = load_endpoint_plugins(("generate",))
     assert type(plugin) is ServerPlugin
-    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    monkeypatch.setattr(vllm.envs, "VLLM_PLUGINS", ["another"], raising=False)
     assert load_endpoint_plugins(("generate",)) == []
 
 
@@ -88,10 +86,12 @@ def test_the_salt_tells_values_lengths_and_clients_apart() -> None:
     ("arguments", "dtype", "layer", "fault"),
     [
         ({}, "float32", LAYER, None),
-        ({}, "float32", "model.layers.23.self_attn.q_proj", "which fuses q_proj into qkv_proj: set GRACESTREAM_LAYER"),
+        ({}, "float32", "model.layers.23.self_attn.q_proj", "which computes it as a part of qkv_proj: set GRACESTREAM"),
         ({"dtype": "bfloat16"}, "float32", LAYER, "set --dtype or GRACESTREAM_DTYPE"),
         ({"dtype": "bfloat16"}, "bfloat16", LAYER, None),
         ({"dtype": "bfloat16", "quantization": "fp8"}, "bfloat16", LAYER, "the model is quantised (fp8"),
+        ({"hf_overrides": {"rope_theta": 5.0}}, "float32", LAYER, "would be wrong with --hf-overrides: leave it out"),
+        ({"load_format": "dummy"}, "float32", LAYER, "would be wrong with --load-format dummy: leave it out"),
         ({"runner": "pooling"}, "float32", LAYER, "corrections need one that generates text"),
     ],
 )
@@ -100,6 +100,16 @@ def test_what_cannot_be_served_is_refused(arguments: dict[str, Any], dtype: str,
     given = {"dtype": "float32", "max_model_len": 512, **arguments}
     found = support.config_fault(EngineArgs(model=str(folder), **given).create_engine_config(), dtype, layer)
     assert (fault in found) if fault and found else found == fault
+
+
+def test_compiled_models_are_cached_by_layer() -> None:
+    folder = ensure_model_built("smollm2", load_settings().model.cache_dir, print)
+    config = EngineArgs(model=str(folder), dtype="float32", max_model_len=512).create_engine_config()
+    hashes = [config.compute_hash()]
+    for layer in (LAYER, "model.layers.7.mlp.down_proj"):
+        choose_layer(config, layer)
+        hashes.append(config.compute_hash())
+    assert len(set(hashes)) == 3
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,6 @@ class AnswerEngine(ABC, Generic[R]):
         """Forget requests whose answers nobody needs any more. Unknown ones are ignored."""
 
 
-def describe_failure(error: Exception) -> str:
-    """The class and the text of a model's error, in one line."""
+def describe_failure(error: BaseException) -> str:
+    """The class and the text of an error, in one line."""
     return f"{type(error).__name__}: {to_one_line(error)}"
