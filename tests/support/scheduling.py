@@ -16,6 +16,7 @@ WAITING = tuple(f"tests/{name}/" for name in ("chaos", "contract", "gpu", "integ
 
 LONG_FILES = (
     "tests/system/test_demo.py",
+    "tests/system/test_vllm.py",
     "tests/chaos/test_chaos.py",
     "tests/chaos/test_network.py",
     "tests/gpu/test_gpu_command.py",
@@ -28,6 +29,9 @@ LONG_FILES = (
     "tests/system/test_shutdown.py",
 )
 """Files of long tests without expensive shared fixtures. They begin first, in this order."""
+
+LONG_STORIES = ("tests/system/test_vllm_server.py",)
+"""Files whose tests share an expensive fixture and take long together. They begin before all others."""
 
 
 def piece_of(nodeid: str) -> str:
@@ -49,9 +53,9 @@ def arrange(items: list[pytest.Item]) -> None:
 
 
 def _rank_of_long_file(piece: list[pytest.Item]) -> int:
-    """The index of the piece's file among the long files; other files come after them."""
-    file = piece[0].nodeid.split("::", maxsplit=1)[0]
-    return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
+    """The index of the piece's file among the long ones; other files come after them."""
+    file, order = piece[0].nodeid.split("::", maxsplit=1)[0], (*LONG_STORIES, *LONG_FILES)
+    return order.index(file) if file in order else len(order)
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> Any:

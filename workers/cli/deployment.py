@@ -1,12 +1,11 @@
 """`topics`, `infer` and `edit`: creating a deployment's topics, and running its workers."""
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from gracestream.pipeline.kafka import BROKER_DEFAULT, DELTAS, REQUESTS, TopicError, create_topics, topic_layout
-from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.settings import load_settings
 from gracestream.workers.cli.common import (
     CodebookOption,
     KafkaOption,
@@ -26,9 +25,8 @@ DEFAULT_PARTITIONS = 8
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command(rich_help_panel="Deployment")(topics)
-    for worker in (infer, edit):
-        app.command(worker.__name__, help=worker.__doc__, rich_help_panel="Deployment")(_worker_command(worker))
+    for command in (topics, infer, edit):
+        app.command(rich_help_panel="Deployment")(command)
 
 
 def topics(
@@ -67,40 +65,42 @@ def topics(
         )
 
 
-def infer(settings: Settings) -> int:
+def infer(
+    kafka: KafkaOption = None,
+    redis: RedisOption = None,
+    prefix: PrefixOption = None,
+    codebook: CodebookOption = None,
+    model: ModelOption = None,
+    layer: LayerOption = None,
+    engine: Annotated[
+        str | None, typer.Option(help="auto, batch, continuous or vllm; default: GRACESTREAM_ENGINE.")
+    ] = None,
+) -> None:
     """Run one inference replica; start as many as the load needs.
 
     Example: gracestream infer --kafka broker:9092 --redis redis://cache:6379/0 --model ./checkpoint --layer LAYER
     """
     from gracestream.workers.inference import run  # importing faust takes a second
 
-    return run(settings)
+    settings = load_settings(
+        kafka=kafka, redis=redis, topic_prefix=prefix, codebook=codebook, model=model, layer=layer, engine=engine
+    )
+    raise typer.Exit(run(settings))
 
 
-def edit(settings: Settings) -> int:
+def edit(
+    kafka: KafkaOption = None,
+    redis: RedisOption = None,
+    prefix: PrefixOption = None,
+    codebook: CodebookOption = None,
+    model: ModelOption = None,
+    layer: LayerOption = None,
+) -> None:
     """Run the editor of a codebook. A second editor is a standby, and takes over when the first stops or dies.
 
     Example: gracestream edit --kafka broker:9092 --redis redis://cache:6379/0 --model ./checkpoint --layer LAYER
     """
     from gracestream.workers.editor import run
 
-    return run(settings)
-
-
-def _worker_command(worker: Callable[[Settings], int]) -> Callable[..., None]:
-    """The command that runs a worker, with the options that all workers share."""
-
-    def command(
-        kafka: KafkaOption = None,
-        redis: RedisOption = None,
-        prefix: PrefixOption = None,
-        codebook: CodebookOption = None,
-        model: ModelOption = None,
-        layer: LayerOption = None,
-    ) -> None:
-        settings = load_settings(
-            kafka=kafka, redis=redis, topic_prefix=prefix, codebook=codebook, model=model, layer=layer
-        )
-        raise typer.Exit(worker(settings))
-
-    return command
+    settings = load_settings(kafka=kafka, redis=redis, topic_prefix=prefix, codebook=codebook, model=model, layer=layer)
+    raise typer.Exit(run(settings))
