@@ -8,6 +8,8 @@ facts, whose answers have a few words. The codebook has 100,000 further entries.
 - `generate`: transformers' `generate`, 16 requests at a time in order of arrival, each batch to its longest answer.
 - `transformers`: transformers' continuous batching manager, without codebook. It takes part where all requests arrive
   at once.
+- `vllm`, `vllm-plain`: vLLM for CPUs with gracestream, and alone. They take part in vLLM's environment:
+  `make bench NAME=serving BIN=.venv-vllm/bin`.
 
 The clock is the CPU time of the process, so other processes of the machine do not count. A request's latency is the
 clock between its arrival and its answer. Contenders take turns for three rounds. Values are medians, and ratios medians
@@ -17,12 +19,15 @@ of the ratios of single rounds.
 - `cpu`: CPU seconds of all requests. `p50`, `p99`: latency in seconds. `short-p50`: that of the corrected requests.
 - `of-bare`, `of-batch`: CPU time of the continuous engine divided by that of `bare` and `batch`. In the first two
   settings `bare` has longer answers, because its facts are not corrected.
+- `of-plain`: CPU time of `vllm` divided by that of `vllm-plain`. `decode-of-plain`: the same in steps that no request
+  joins.
 - `short-of-batch`: `short-p50` of the continuous engine divided by that of the batch engine.
 
 Settings:
 
 - `equal-budgets`: 16 requests with the default budget, 12 of them corrected.
 - `own-budgets`: the same; the corrected requests ask for at most eight tokens.
+- `backlog`: the requests of `load-X`, all at once.
 - `load-X`: 48 requests arrive at random (Poisson), at X of the rate at which the continuous engine answers a backlog.
   Their answers have log-normal lengths: 16 tokens in the median, 64 at most.
 """
@@ -31,8 +36,10 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -49,7 +56,7 @@ from gracestream.pipeline.model.editable import EditableModel, Prefill
 from gracestream.pipeline.model.engines.base import Finished
 from gracestream.pipeline.model.engines.batch import BatchEngine
 from gracestream.pipeline.model.engines.continuous import ContinuousEngine
-from gracestream.pipeline.settings import load_settings
+from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.deltas import GENESIS_DIGEST
 from gracestream.schemas.messages import Parameters
 from gracestream.workers.bootstrap import load_model
@@ -62,7 +69,7 @@ NUM_REQUESTS, NUM_CORRECTED, NUM_LOADED = 16, 12, 48
 BUDGET, SHORT_BUDGET, MEDIAN_TOKENS = 64, 8, 16
 ROUNDS = 3
 LOADS = (0.5, 0.8, 0.95)
-MAX_OF_BARE, MAX_OF_BATCH, MAX_SHORT_OF_BATCH = 1.05, 0.6, 0.1
+MAX_OF_BARE, MAX_OF_BATCH, MAX_SHORT_OF_BATCH, MAX_OF_PLAIN, MAX_DECODE_OF_PLAIN = 1.05, 0.6, 0.1, 1.02, 1.0
 RADIUS_QUERIES = 512
 
 
@@ -83,11 +90,13 @@ class Answered:
 
     Attributes:
         cpu: CPU seconds.
+        decode_cpu: CPU seconds of the steps that no request joined.
         latencies: Seconds from arrival to answer, by the identity of the request.
         texts: Answers, by the identity of the request; of engines with a codebook only.
     """
 
     cpu: float = 0.0
+    decode_cpu: float = 0.0
     latencies: dict[int, float] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
 
@@ -105,7 +114,11 @@ def run(options: Options) -> Iterator[Row]:
     engine.apply(engine.lead_delta({}))
     corrected = _correct(engine, options)
     lookup = _with_entries(engine, 1000 if options.quick else ENTRIES)
-    yield from serving_rows(model, lookup, corrected, options)
+    vllm: dict[str, Contender] = {}
+    if find_spec("vllm") is not None:
+        options.report("starting vLLM")
+        vllm = _vllm_contenders(model, lookup, settings)
+    yield from serving_rows(model, lookup, corrected, options, vllm)
 
 
 def _correct(engine: EditEngine, options: Options) -> list[DemoCase]:
@@ -142,22 +155,27 @@ def _with_entries(engine: EditEngine, count: int) -> CodebookLookup:
 
 
 def serving_rows(
-    model: EditableModel, lookup: CodebookLookup, corrected: Sequence[DemoCase], options: Options
+    model: EditableModel,
+    lookup: CodebookLookup,
+    corrected: Sequence[DemoCase],
+    options: Options,
+    others: Mapping[str, Contender] = MappingProxyType({}),
 ) -> Iterator[Row]:
-    """The rows of all settings for a model with corrected facts."""
-    contenders = _contenders(model, lookup)
-    others = questions()[-NUM_LOADED:]
+    """The rows of all settings for a model with corrected facts. `others` are further contenders."""
+    contenders = {**_contenders(model, lookup), **others}
+    texts = questions()[-NUM_LOADED:]
     for name, short_budget in (("equal-budgets", BUDGET), ("own-budgets", SHORT_BUDGET)):
         requests = [_request(model, case.inputs, case.target, max_new_tokens=short_budget) for case in corrected]
-        requests += [_request(model, text, max_new_tokens=BUDGET) for text in others[: NUM_REQUESTS - NUM_CORRECTED]]
+        requests += [_request(model, text, max_new_tokens=BUDGET) for text in texts[: NUM_REQUESTS - NUM_CORRECTED]]
         random.Random(1).shuffle(requests)
         yield from _setting_rows(f"serving/smollm2/{name}", contenders, requests, options)
     del contenders["transformers"]
     lengths = np.random.default_rng(2).lognormal(np.log(MEDIAN_TOKENS), 0.8, NUM_LOADED).clip(1, BUDGET).astype(int)
     backlog = [
         _request(model, text, max_new_tokens=length, min_new_tokens=length)
-        for text, length in zip(others, lengths.tolist(), strict=True)
+        for text, length in zip(texts, lengths.tolist(), strict=True)
     ]
+    yield from _setting_rows("serving/smollm2/backlog", contenders, backlog, options)
     cpu = contenders["continuous"](backlog).cpu
     for load in LOADS[:1] if options.quick else LOADS:
         gaps = np.random.default_rng(3).exponential(cpu / NUM_LOADED / load, NUM_LOADED)
@@ -187,11 +205,11 @@ def _setting_rows(
         for metric in ("cpu", "p50", "p99", "short-p50"):
             if metric in rounds[0]:
                 yield Row(f"{name}/{contender}/{metric}", statistics.median(one[metric] for one in rounds), "s")
-        if "correct" in rounds[0] and contender in ("continuous", "batch"):
+        if "correct" in rounds[0] and contender in ("continuous", "batch", "vllm"):
             yield Row(f"{name}/{contender}/correct", min(one["correct"] for one in rounds), "share", 1.0)
 
-    def ratio(metric: str, contender: str) -> float:
-        pairs = zip(measured["continuous"], measured[contender], strict=True)
+    def ratio(metric: str, contender: str, ours_name: str = "continuous") -> float:
+        pairs = zip(measured[ours_name], measured[contender], strict=True)
         return statistics.median(ours[metric] / theirs[metric] for ours, theirs in pairs)
 
     yield Row(f"{name}/continuous/of-batch", ratio("cpu", "batch"), "x", MAX_OF_BATCH)
@@ -199,11 +217,17 @@ def _setting_rows(
         yield Row(f"{name}/continuous/short-of-batch", ratio("short-p50", "batch"), "x", MAX_SHORT_OF_BATCH)
     else:
         yield Row(f"{name}/continuous/of-bare", ratio("cpu", "bare"), "x", MAX_OF_BARE)
+        if "vllm" in measured:
+            yield Row(f"{name}/vllm/of-plain", ratio("cpu", "vllm-plain", "vllm"), "x", MAX_OF_PLAIN)
+            decode = ratio("decode", "vllm-plain", "vllm")
+            yield Row(f"{name}/vllm/decode-of-plain", decode, "x", MAX_DECODE_OF_PLAIN)
 
 
 def _figures(answered: Answered, requests: Sequence[BenchRequest]) -> dict[str, float]:
     """The figures of one contender in one round, by metric."""
-    figures = {"cpu": answered.cpu} | _percentiles("", [answered.latencies[id(one)] for one in requests])
+    figures = {"cpu": answered.cpu, "decode": answered.decode_cpu} | _percentiles(
+        "", [answered.latencies[id(one)] for one in requests]
+    )
     if short := [one for one in requests if one.target]:
         figures |= _percentiles("short-", [answered.latencies[id(one)] for one in short])
         if answered.texts:
@@ -228,6 +252,18 @@ def _contenders(model: EditableModel, lookup: CodebookLookup) -> dict[str, Conte
         "generate": engine(lambda: _Generate(model)),
         "transformers": lambda requests: _run_manager(model, requests),
     }
+
+
+def _vllm_contenders(model: EditableModel, lookup: CodebookLookup, settings: Settings) -> dict[str, Contender]:
+    from tests.bench.vllm_contenders import VllmContenders  # noqa: PLC0415 - vLLM has an environment of its own
+
+    vllm = VllmContenders(model, settings, NUM_REQUESTS)
+
+    def plain(requests: Sequence[BenchRequest]) -> Answered:
+        with vllm.plain(lookup) as engine:
+            return _run_engine(engine, requests)
+
+    return {"vllm": lambda requests: _run_engine(vllm.corrected(lookup), requests), "vllm-plain": plain}
 
 
 class _WithoutCodebook:
@@ -275,6 +311,7 @@ def _run_engine(engine: Any, requests: Sequence[BenchRequest]) -> Answered:
         finished = engine.step([waiting[index] for index in sorted(chosen)])
         seconds = time.process_time() - started
         clock, answered.cpu = clock + seconds, answered.cpu + seconds
+        answered.decode_cpu += 0.0 if chosen else seconds
         waiting = [request for index, request in enumerate(waiting) if index not in chosen]
         for one in finished:
             answered.latencies[id(one.request)] = clock - one.request.arrival
