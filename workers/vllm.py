@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from gracestream.pipeline.client import Client
 from gracestream.pipeline.errors import HistoryError, UserError
-from gracestream.pipeline.model import normalize_path, resolve_layer
+from gracestream.pipeline.model import ENCODER_REQUIRED, normalize_path, resolve_layer
 from gracestream.pipeline.observability import Health, HealthServer, metrics
 from gracestream.pipeline.replica import LiveCodebook
 from gracestream.pipeline.settings import Settings, SettingsError, load_settings
@@ -31,7 +31,13 @@ from gracestream.pipeline.vllm.injection import choose_layer, install
 from gracestream.pipeline.vllm.lookups import LookupQueue
 from gracestream.pipeline.vllm.support import config_fault, require_supported_version, use_supported_runner
 from gracestream.schemas.messages import Feedback
-from gracestream.workers.bootstrap import begin_logs, checkpoint_from_settings, connect, load_worker_model
+from gracestream.workers.bootstrap import (
+    begin_logs,
+    checkpoint_from_settings,
+    connect,
+    load_worker_model,
+    settings_use_encoder,
+)
 
 log = structlog.get_logger()
 
@@ -148,6 +154,8 @@ def _check_configs() -> None:
             layer = normalize_path(resolve_layer(settings.model.name, settings.model.layer))
             if (fault := config_fault(config, settings.model.dtype, layer)) is not None:
                 raise UserError(fault)
+            if not settings_use_encoder(settings.model, settings.editing.policy):
+                raise UserError(ENCODER_REQUIRED)
         choose_layer(config, layer)
         return config
 

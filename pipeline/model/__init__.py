@@ -9,7 +9,7 @@ from gracestream.pipeline.model.checkpoint import (
     resolve_device,
     suppress_load_warnings,
 )
-from gracestream.pipeline.model.editable import EditableModel, ServedAnswer
+from gracestream.pipeline.model.editable import ENCODER_REQUIRED, EditableModel, ServedAnswer
 from gracestream.pipeline.model.engines.base import (
     AnswerEngine,
     CodebookView,
@@ -49,6 +49,7 @@ __all__ = [
     "ENCODER_DEFAULT_RADIUS",
     "ENCODER_MAX_RADIUS",
     "ENCODER_REMEDY",
+    "ENCODER_REQUIRED",
     "PROBE_TEXTS",
     "PROMPT_HASH_NORM",
     "AdaptorPass",

@@ -35,6 +35,12 @@ from gracestream.pipeline.model.tasks.seq2seq import Seq2SeqGeneration
 from gracestream.pipeline.model.trial import layer_fault
 from gracestream.schemas.messages import Inputs, Parameters
 
+ENCODER_REQUIRED = (
+    "queries come from the layer's input, which another engine does not show; set GRACESTREAM_QUERY_SOURCE=encoder for"
+    " editor and replicas of a new codebook"
+)
+"""Why a model without weights needs an encoder."""
+
 MAX_SUGGESTED_LAYERS = 3
 """The number of editable layers that an error message suggests."""
 
@@ -200,10 +206,7 @@ class EditableModel:
             ModelError: the queries come from the layer's input.
         """
         if self._encoder is None:
-            raise ModelError(
-                f"the query is the {self.query_source} token's input of the layer, which another engine does not show;"
-                " set GRACESTREAM_QUERY_SOURCE=encoder for editor and replicas of a new codebook"
-            )
+            raise ModelError(ENCODER_REQUIRED)
         self.module.to("meta")
 
     def _suggest_layers(self) -> str:

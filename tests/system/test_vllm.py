@@ -40,6 +40,7 @@ def test_the_tests_of_vllms_environment_pass() -> None:
         ),
         ({}, ("--dtype", "bfloat16"), "vLLM runs the model in bfloat16, and GRACESTREAM_DTYPE is float32"),
         ({"model": "intent"}, (), "vLLM serves the model"),
+        ({"query_source": "last"}, (), "set GRACESTREAM_QUERY_SOURCE=encoder"),
     ],
 )
 def test_what_vllm_cannot_serve_is_one_sentence_at_the_start(

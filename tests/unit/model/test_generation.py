@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.model.checkpoint import ModelError
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.schemas.messages import Parameters
-from tests.support.tiny_models import KINDS, LIMITS, MODEL, SPECIALS, WORDS, correct, tokenizer
+from tests.support.tiny_models import KINDS, LIMITS, MODEL, SPECIALS, WORDS, correct, editable, texts, tokenizer
 
 TARGET = "train"  # which the prompt has, so that a penalty on repetition would tell
 
@@ -67,3 +68,10 @@ def test_a_causal_classifier_is_queried_at_its_last_token() -> None:
     same_start = [model.task.tokenize(text) for text in PROBE_TEXTS if text.startswith("The ")]
     queries_BD = model.queries(same_start)
     assert torch.cdist(queries_BD, queries_BD).fill_diagonal_(1.0).min() > 1e-3
+
+
+def test_a_model_without_weights_needs_an_encoder() -> None:
+    model = editable("llama")
+    with pytest.raises(ModelError, match="set GRACESTREAM_QUERY_SOURCE=encoder"):
+        model.drop_weights()
+    assert model.queries([model.task.tokenize(texts(1, seed=1)[0])]).device.type == "cpu"
