@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from multiprocessing.connection import Client, Listener
 from typing import cast
 
+ASK, CLOSE = b"ask", b"close"
+"""What a process sends: it asks for the address, or the owner ends."""
+
 
 class SharedServer:
     """The owner of a server; it answers the other processes on a socket of this user.
@@ -21,9 +24,10 @@ class SharedServer:
     def __init__(self, run: Callable[[], AbstractContextManager[str]]) -> None:
         self._run = run
         self._running = ExitStack()
-        self._address: str | Exception | None = None
+        self._answer = b""
+        """`+` and the address, or `-` and why the server did not start; empty before anybody has asked."""
         self._listener = Listener(family="AF_UNIX")
-        self._thread = threading.Thread(target=self._answer, name="shared server", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="shared server", daemon=True)
         self._thread.start()
 
     @property
@@ -34,37 +38,38 @@ class SharedServer:
     def close(self) -> None:
         """Stop the server, if it runs."""
         with Client(self.socket, "AF_UNIX") as connection:
-            connection.send(False)
+            connection.send_bytes(CLOSE)
         self._thread.join()
         self._listener.close()
         self._running.close()
 
-    def _answer(self) -> None:
+    def _serve(self) -> None:
         """Send the address to each process that asks, one at a time, until `close`."""
         while True:
             with self._listener.accept() as connection, suppress(OSError, EOFError):  # of a process that was killed
-                if not connection.recv():
+                if connection.recv_bytes() == CLOSE:
                     return
-                if self._address is None:
-                    self._address = self._start()
-                connection.send(self._address)
+                self._answer = self._answer or self._start()
+                connection.send_bytes(self._answer)
 
-    def _start(self) -> str | Exception:
+    def _start(self) -> bytes:
         try:
-            return self._running.enter_context(self._run())
+            return b"+" + self._running.enter_context(self._run()).encode()
         except Exception as error:  # noqa: BLE001 - each process that asks raises it
-            return error
+            return b"-" + str(error).encode()
 
 
 def address_from(socket: str) -> str:
     """The address of the server whose owner answers on `socket`.
 
     Raises:
-        Exception: the error with which the server did not start.
+        StackError: the server did not start.
     """
     with Client(socket, "AF_UNIX") as connection:
-        connection.send(True)
-        answer = connection.recv()
-    if isinstance(answer, Exception):
-        raise answer
-    return cast("str", answer)
+        connection.send_bytes(ASK)
+        answer = connection.recv_bytes().decode()
+    if answer.startswith("-"):
+        from gracestream.deploy.local.processes import StackError  # noqa: PLC0415 - tests of the engine alone run without it
+
+        raise StackError(answer[1:])
+    return answer[1:]
