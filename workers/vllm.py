@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import structlog
@@ -27,9 +27,9 @@ from gracestream.pipeline.replica import LiveCodebook
 from gracestream.pipeline.settings import Settings, SettingsError, load_settings
 from gracestream.pipeline.vllm.generation import CorrectedGeneration
 from gracestream.pipeline.vllm.http import AnswerMemory, CorrectionMiddleware, feedback_router
-from gracestream.pipeline.vllm.injection import choose_layer, install
+from gracestream.pipeline.vllm.injection import choose_layer, install, replace_method
 from gracestream.pipeline.vllm.lookups import LookupQueue
-from gracestream.pipeline.vllm.support import config_fault, require_supported_version, use_supported_runner
+from gracestream.pipeline.vllm.support import require_supported_version, use_supported_runner
 from gracestream.schemas.messages import Feedback
 from gracestream.workers.bootstrap import (
     begin_logs,
@@ -55,7 +55,7 @@ def register() -> None:
     with _exit_on_user_error():
         require_supported_version()
         use_supported_runner()
-    _check_configs()
+    replace_method(EngineArgs, "create_engine_config", _create_config)
     install()
 
 
@@ -67,7 +67,6 @@ class ServerPlugin:
 
     def __init__(self) -> None:
         self._memory = AnswerMemory()
-        self._stack = AsyncExitStack()
         self._client: Client | None = None
         self._takes_feedback = False
 
@@ -95,30 +94,28 @@ class ServerPlugin:
             live = LiveCodebook(model.fingerprint, model.layer, model.device, settings, health)
             if not await live.start():
                 sys.exit(1)
-        follower = await self._stack.enter_async_context(live.following())
         engine_client.generate = CorrectedGeneration(
             engine_client.generate,
             model,
             LookupQueue(model, live, health),
             check_answers=settings.serving.check_answers,
         )
-        live.set_ready()
-        self._watcher = asyncio.create_task(_watch(live, health, follower))
+        self._follower = asyncio.create_task(_follow(live, health))
 
     def _send(self, feedback: Feedback) -> None:
         assert self._client is not None
         self._client.send([feedback])
 
 
-async def _watch(live: LiveCodebook, health: Health, follower: "asyncio.Task[None]") -> None:
-    """Report health and readiness while the server runs. If the codebook no longer follows the log, stop the server."""
-    while not follower.done():
-        health.begin("event loop")
-        if live.fault is None:
-            live.update_readiness()
-        await asyncio.sleep(READINESS_INTERVAL)
-    if follower.cancelled():
-        return
+async def _follow(live: LiveCodebook, health: Health) -> None:
+    """Follow the log, and report health and readiness, while the server runs. If that fails, stop the server."""
+    async with live.following() as follower:
+        live.set_ready()
+        while not follower.done():
+            health.begin("event loop")
+            if live.fault is None:
+                live.update_readiness()
+            await asyncio.sleep(READINESS_INTERVAL)
     live.report_follower(follower)
     health.set_not_ready("the codebook no longer follows the log")
     os.kill(os.getpid(), signal.SIGTERM)
@@ -140,27 +137,16 @@ def server_settings(model: str) -> Settings:
     return settings
 
 
-def _check_configs() -> None:
-    """Check each configuration that vLLM makes in this process."""
-    create = EngineArgs.create_engine_config
-    if getattr(create, "is_from_gracestream", False):
-        return
-
-    @functools.wraps(create)
-    def checked(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        config = create(self, *args, **kwargs)
-        with _exit_on_user_error():
-            settings = server_settings(config.model_config.model)
-            layer = normalize_path(resolve_layer(settings.model.name, settings.model.layer))
-            if (fault := config_fault(config, settings.model.dtype, layer)) is not None:
-                raise UserError(fault)
-            if not settings_use_encoder(settings.model, settings.editing.policy):
-                raise UserError(ENCODER_REQUIRED)
-        choose_layer(config, layer)
-        return config
-
-    checked.is_from_gracestream = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = checked
+def _create_config(create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A configuration that vLLM makes, checked, with the layer."""
+    config = create(*args, **kwargs)
+    with _exit_on_user_error():
+        settings = server_settings(config.model_config.model)
+        layer = normalize_path(resolve_layer(settings.model.name, settings.model.layer))
+        choose_layer(config, settings.model.dtype, layer)
+        if not settings_use_encoder(settings.model, settings.editing.policy):
+            raise UserError(ENCODER_REQUIRED)
+    return config
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from gracestream.pipeline.replica.request_handler import (
     ReplyChunk,
     RequestHandler,
     RequestRecord,
+    TimedLookup,
     near_miss_reason,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "ReplyChunk",
     "RequestHandler",
     "RequestRecord",
+    "TimedLookup",
     "near_miss_reason",
 ]

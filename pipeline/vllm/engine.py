@@ -1,7 +1,4 @@
-"""The vLLM engine: a replica's requests, answered by vLLM in this process.
-
-Shapes: B requests.
-"""
+"""The vLLM engine: a replica's requests, answered by vLLM in this process."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from msgspec import UNSET
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from gracestream.pipeline.codebook import CodebookLookup, if_serving
+from gracestream.pipeline.codebook import CodebookLookup
 from gracestream.pipeline.device import DeviceLostError, raise_if_device_lost
 from gracestream.pipeline.model import (
     AnswerEngine,
@@ -23,7 +20,8 @@ from gracestream.pipeline.model import (
     ServedAnswer,
     describe_failure,
 )
-from gracestream.pipeline.vllm.values import carry_value, edited_prompt, value_bytes
+from gracestream.pipeline.vllm.lookups import look_up
+from gracestream.pipeline.vllm.values import carry_value, edited_prompt
 
 R = TypeVar("R", bound=EngineRequest)
 
@@ -114,15 +112,10 @@ class VllmEngine(AnswerEngine[R]):
 
     def _join(self, requests: Sequence[R]) -> list[Finished[R]]:
         """Look requests up and start them; returns those that vLLM does not take."""
-        prompts = [request.prompt for request in requests]
-        found_entries = self._lookup.find_entries(
-            self._model.queries(prompts), lambda row: self._task.wording(prompts[row])
-        )
+        results = look_up(self._model, self._lookup, [request.prompt for request in requests])
         finished: list[Finished[R]] = []
-        for request, found in zip(requests, found_entries, strict=True):
-            serving = if_serving(found)
-            value = None if serving is None else value_bytes(self._lookup, serving)
-            finished += self._start(request, CodebookView.of(self._lookup, found), value)
+        for request, result in zip(requests, results, strict=True):
+            finished += self._start(request, result.view, result.value)
         return finished
 
     def _start(

@@ -4,8 +4,7 @@
    takes.
 2. A corrected answer is held back until it is complete, and compared with the entry's target. If they differ, the
    unedited model answers instead, as soon as the difference is known.
-3. Requests for several answers (`n`), for log probabilities of the prompt, for a LoRA adapter, or with images are
-   answered without the codebook.
+3. Some requests are answered without the codebook: `CorrectedGeneration._can_correct` and the middleware say which.
 """
 
 from collections.abc import AsyncGenerator, Callable
@@ -158,13 +157,11 @@ class CorrectedGeneration:
         """False if an answer, complete or not, cannot be the target of a label."""
         target = self._task.decode_label(label if parameters.max_tokens is None else label[: parameters.max_tokens])
         text = (self._task.to_answer(token_ids).outputs.text or "").rstrip("\N{REPLACEMENT CHARACTER}")
-        if not output.finished or isinstance(output.outputs[0].stop_reason, str):  # a string stopped it
-            return target.startswith(text) or (text.startswith(target) and self._may_continue(label, parameters))
-        return text == target or (text.startswith(target) and self._may_continue(label, parameters))
-
-    def _may_continue(self, label: Label, parameters: SamplingParams) -> bool:
-        """Whether text may follow a target."""
-        return bool(parameters.min_tokens or parameters.ignore_eos or label[-1] not in self._task.eos_token_ids)
+        if text.startswith(target):
+            may_continue = parameters.min_tokens or parameters.ignore_eos or label[-1] not in self._task.eos_token_ids
+            return text == target or bool(may_continue)
+        is_cut = not output.finished or isinstance(output.outputs[0].stop_reason, str)  # a string stopped it
+        return is_cut and target.startswith(text)
 
 
 def _count(result: LookupResult, *, is_corrected: bool) -> None:

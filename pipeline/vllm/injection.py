@@ -25,8 +25,10 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.vllm.support import LAYER_REMEDY
+from gracestream.pipeline.vllm.support import LAYER_REMEDY, config_fault
 from gracestream.pipeline.vllm.values import carried_value, value_array
+
+Method = Callable[..., Any]
 
 CONFIG_KEY = "gracestream_layer"
 """The key of the edited layer's path in vLLM's additional configuration."""
@@ -138,8 +140,19 @@ def wrap_layer(model: nn.Module, path: str) -> None:
     setattr(modules[parent_path], name, InjectedLayer(layer))
 
 
-def choose_layer(config: Any, path: str) -> None:
-    """Write the layer into a `VllmConfig`: all processes read it there, and compiled models are cached by it."""
+def choose_layer(config: Any, dtype: str, path: str) -> None:
+    """Write the layer into a `VllmConfig`: all processes read it there, and compiled models are cached by it.
+
+    Args:
+        config: The configuration.
+        dtype: As for `config_fault`.
+        path: Of the layer.
+
+    Raises:
+        UserError: vLLM cannot serve corrections under this configuration.
+    """
+    if (fault := config_fault(config, dtype, path)) is not None:
+        raise UserError(fault)
     config.additional_config = {**config.additional_config, CONFIG_KEY: path}
 
 
@@ -158,16 +171,13 @@ def install() -> None:
     def determine_execution(method: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
         return method(self, *args, **(kwargs | {"force_eager": True} if _step.rows_K else kwargs))
 
-    _replace(GPUModelRunner, "load_model", load_model)
-    _replace(CPUModelRunner, "load_model", load_model)
-    _replace(GPUModelRunner, "_prepare_inputs", prepare_inputs)
-    _replace(GPUModelRunner, "_determine_batch_execution_and_padding", determine_execution)
+    replace_method(GPUModelRunner, "load_model", load_model)
+    replace_method(CPUModelRunner, "load_model", load_model)
+    replace_method(GPUModelRunner, "_prepare_inputs", prepare_inputs)
+    replace_method(GPUModelRunner, "_determine_batch_execution_and_padding", determine_execution)
 
 
-Method = Callable[..., Any]
-
-
-def _replace(owner: type, name: str, replacement: Method) -> None:
+def replace_method(owner: type, name: str, replacement: Method) -> None:
     """Replace a method, once. `replacement` takes the method as its first argument."""
     method = owner.__dict__[name]
     if getattr(method, "is_from_gracestream", False):

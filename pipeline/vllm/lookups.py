@@ -2,13 +2,14 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gracestream.pipeline.codebook import CodebookLookup, if_serving
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.model import CodebookView, EditableModel, Prompt
 from gracestream.pipeline.observability import Health
-from gracestream.pipeline.replica import LiveCodebook
+from gracestream.pipeline.replica import LiveCodebook, TimedLookup
 from gracestream.pipeline.vllm.values import value_bytes
 
 MAX_LOOKUP_BATCH = 32
@@ -50,7 +51,7 @@ class LookupQueue:
 
     def __init__(self, model: EditableModel, live: LiveCodebook, health: Health) -> None:
         self._model, self._live, self._health = model, live, health
-        self._lookup = CodebookLookup(live.codebook, live.replica.index)
+        self._lookup = TimedLookup(live.codebook, live.replica.index)
         self._lock = threading.Lock()
         self._pending: list[_Pending] = []
         self._is_scheduled = False
@@ -92,23 +93,24 @@ class LookupQueue:
         try:
             with self._health.busy("model"):
                 self._live.move_to_head()
-                return [*self._look_up(prompts)]
+                return [*look_up(self._model, self._lookup, prompts)]
         except HistoryError as error:
             self._live.record_fault(error)
             return [error] * len(prompts)
         except Exception as error:  # noqa: BLE001  (`find` raises it to its caller)
             return [error] if len(prompts) == 1 else [one for prompt in prompts for one in self._results([prompt])]
 
-    def _look_up(self, prompts: list[Prompt]) -> list[LookupResult]:
-        task = self._model.task
-        found_entries = self._lookup.find_entries(self._model.queries(prompts), lambda row: task.wording(prompts[row]))
-        return [
-            LookupResult(
-                CodebookView.of(self._lookup, found),
-                None if (serving := if_serving(found)) is None else value_bytes(self._lookup, serving),
-            )
-            for found in found_entries
-        ]
+
+def look_up(model: EditableModel, lookup: CodebookLookup, prompts: Sequence[Prompt]) -> list[LookupResult]:
+    """What the codebook does for each prompt, as it is now."""
+    found_entries = lookup.find_entries(model.queries(prompts), lambda row: model.task.wording(prompts[row]))
+    return [
+        LookupResult(
+            CodebookView.of(lookup, found),
+            None if (serving := if_serving(found)) is None else value_bytes(lookup, serving),
+        )
+        for found in found_entries
+    ]
 
 
 def _settle(future: "asyncio.Future[LookupResult]", result: LookupResult | Exception) -> None:

@@ -12,7 +12,7 @@ from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.vllm.injection import choose_layer, install
-from gracestream.pipeline.vllm.support import config_fault, use_supported_runner
+from gracestream.pipeline.vllm.support import require_supported_version, use_supported_runner
 
 
 def start_engine(model: EditableModel, checkpoint: str, settings: Settings) -> LLMEngine:
@@ -27,6 +27,7 @@ def start_engine(model: EditableModel, checkpoint: str, settings: Settings) -> L
         UserError: the arguments are wrong, or vLLM cannot serve corrections so.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process, and its step is a call
+    require_supported_version()
     use_supported_runner()
     install()
     arguments = _parse(settings.serving.vllm_args)
@@ -37,14 +38,12 @@ def start_engine(model: EditableModel, checkpoint: str, settings: Settings) -> L
         arguments.dtype = settings.model.dtype
     try:
         config = EngineArgs.from_cli_args(arguments).create_engine_config()
-        if (fault := config_fault(config, settings.model.dtype, model.layer)) is not None:
-            raise UserError(fault)
+        choose_layer(config, settings.model.dtype, model.layer)
         if config.parallel_config.world_size > 1:
             raise UserError(
                 f"GRACESTREAM_VLLM_ARGS asks for {config.parallel_config.world_size} processes; this engine has one:"
                 " use `vllm serve`"
             )
-        choose_layer(config, model.layer)
         return LLMEngine.from_vllm_config(config, disable_log_stats=True)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"vLLM does not start: {error}") from error

@@ -5,7 +5,6 @@
 
 import fcntl
 import hashlib
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -40,11 +39,6 @@ def vllm_python() -> Path:
     if not _is_built():
         pytest.skip(f"vLLM is not installed; {REMEDY}")
     return FOLDER / "bin" / "python"
-
-
-def vllm_variables() -> dict[str, str]:
-    """The environment variables of a process with vLLM."""
-    return os.environ | VARIABLES | {"PYTHONPATH": str(ROOT)}
 
 
 def build() -> str:

@@ -14,6 +14,7 @@ from typing import Any, Self
 from gracestream.deploy.local.processes import find_free_port
 from gracestream.pipeline.settings import Settings
 from tests.support.forked_commands import explicit_settings
+from tests.support.repository import ROOT
 from tests.support.running import own_environment, status, wait_until
 from tests.support.vllm_environment import VARIABLES, vllm_python
 
@@ -21,6 +22,11 @@ START_SECONDS = 600.0
 """vLLM's three processes import torch and vLLM one after the other, which takes minutes on busy cores."""
 
 ARGUMENTS = ("--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--block-size", "32")
+
+
+def vllm_variables() -> dict[str, str]:
+    """The environment variables of a process with vLLM, without any setting of gracestream."""
+    return {**own_environment(), **VARIABLES, "PYTHONPATH": str(ROOT)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ class VllmServer:
                     "--served-model-name", "model", "--host", "127.0.0.1", "--port", str(self.port),
                     *ARGUMENTS, *self._arguments,
                 ],
-                env={**own_environment(), **VARIABLES, **settings, "VLLM_PLUGINS": "gracestream"},
+                env={**vllm_variables(), **settings, "VLLM_PLUGINS": "gracestream"},
                 stdout=log, stderr=log, cwd=self._folder, start_new_session=True,
             )  # fmt: skip
 

@@ -8,9 +8,8 @@ import pytest
 from gracestream.pipeline.model.registry import ensure_model_built
 from gracestream.pipeline.settings import load_settings
 from tests.support.repository import ROOT
-from tests.support.running import own_environment
-from tests.support.vllm_environment import VARIABLES, vllm_python
-from tests.support.vllm_server import VllmServer
+from tests.support.vllm_environment import vllm_python
+from tests.support.vllm_server import VllmServer, vllm_variables
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(1800)]
 
@@ -19,7 +18,7 @@ def test_the_tests_of_vllms_environment_pass() -> None:
     done = subprocess.run(
         [str(vllm_python()), "-m", "pytest", "tests/vllm_plugin", "-q", "-p", "no:cacheprovider"],
         cwd=ROOT,
-        env={**own_environment(), **VARIABLES, "PYTHONPATH": str(ROOT)},
+        env=vllm_variables(),
         capture_output=True,
         text=True,
         timeout=1700,

@@ -17,10 +17,9 @@ from gracestream.pipeline.model.registry import ensure_model_built
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.messages import Feedback, Outcome, Outputs, Parameters
 from tests.support.forked_commands import Forked
-from tests.support.repository import ROOT
-from tests.support.running import Users, flag, metric, own_environment, question, settings_for, status, wait_until
-from tests.support.vllm_environment import VARIABLES, vllm_python
-from tests.support.vllm_server import ARGUMENTS, START_SECONDS, VllmServer
+from tests.support.running import Users, flag, metric, question, settings_for, status, wait_until
+from tests.support.vllm_environment import vllm_python
+from tests.support.vllm_server import ARGUMENTS, START_SECONDS, VllmServer, vllm_variables
 
 pytestmark = [pytest.mark.kafka, pytest.mark.model, pytest.mark.timeout(1800)]
 
@@ -193,7 +192,7 @@ def test_a_replica_with_vllm_answers_the_requests_of_kafka(
     with log.open("wb") as output:
         replica = subprocess.Popen(
             [str(vllm_python()), "-m", "gracestream.workers.cli", "infer", "--engine", "vllm"],
-            env={**own_environment(), **VARIABLES, **variables, "PYTHONPATH": str(ROOT)},
+            env=vllm_variables() | variables,
             stdout=output,
             stderr=output,
             cwd=tmp_path,

@@ -107,7 +107,7 @@ def test_compiled_models_are_cached_by_layer() -> None:
     config = EngineArgs(model=str(folder), dtype="float32", max_model_len=512).create_engine_config()
     hashes = [config.compute_hash()]
     for layer in (LAYER, "model.layers.7.mlp.down_proj"):
-        choose_layer(config, layer)
+        choose_layer(config, "float32", layer)
         hashes.append(config.compute_hash())
     assert len(set(hashes)) == 3
 
