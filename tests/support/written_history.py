@@ -21,7 +21,7 @@ class History:
     def __init__(self, settings: Settings, model: str = MODEL, layer: str = LAYER) -> None:
         self.settings = settings
         self.codebook = Codebook(settings.model.codebook, model, layer)
-        self.redis = redis_client(settings.redis)
+        self.redis = redis_client(settings.redis, timeout=30.0)  # 32 MiB take over 1 s on a busy machine
         self.store = RedisHeadStore(self.redis, settings.kafka.topic_prefix, settings.model.codebook)
         self._producer = producer(settings.kafka)
         self._applied: AppliedDelta | None = None
