@@ -90,12 +90,9 @@ def start_worker(kind: WorkerKind, settings: Settings) -> Iterator[WorkerContext
     idle = threading.Event()
     idle.set()
     stop = exit_on_signals(settings.process.shutdown_timeout, idle)
-    registry = metrics.REPLICA_REGISTRY if kind == "inference" else metrics.EDITOR_REGISTRY
-    health = Health(settings.kafka.stall_timeout, metrics=functools.partial(metrics.render_metrics, registry))
+    health, server = serve_health(kind, settings)
     exit_when_stalled(health.stalled_part, stop)
-    server = HealthServer(health, settings.http.host, settings.http.port)
     try:
-        log.info("worker_starting", url=server.url)
         connect(kind, settings)
         yield WorkerContext(name, health, load_worker_model(kind, settings), stop, idle)
     finally:
@@ -117,6 +114,19 @@ def begin_logs(kind: WorkerKind, settings: Settings) -> str:
             remedy="correct the variable's name, or unset it",
         )
     return name
+
+
+def serve_health(kind: WorkerKind, settings: Settings) -> tuple[Health, HealthServer]:
+    """Report the health and metrics of a worker over HTTP from now on.
+
+    Raises:
+        PortError: the port cannot be used.
+    """
+    registry = metrics.REPLICA_REGISTRY if kind == "inference" else metrics.EDITOR_REGISTRY
+    health = Health(settings.kafka.stall_timeout, metrics=functools.partial(metrics.render_metrics, registry))
+    server = HealthServer(health, settings.http.host, settings.http.port)
+    log.info("worker_starting", url=server.url)
+    return health, server
 
 
 def connect(kind: WorkerKind, settings: Settings) -> None:

@@ -7,7 +7,6 @@ Both do nothing unless `VLLM_PLUGINS` names gracestream, since vLLM loads plugin
 """
 
 import asyncio
-import functools
 import os
 import signal
 import sys
@@ -22,7 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from gracestream.pipeline.client import Client
 from gracestream.pipeline.errors import HistoryError, UserError
 from gracestream.pipeline.model import ENCODER_REQUIRED, normalize_path, resolve_layer
-from gracestream.pipeline.observability import Health, HealthServer, metrics
+from gracestream.pipeline.observability import Health
 from gracestream.pipeline.replica import LiveCodebook
 from gracestream.pipeline.settings import Settings, SettingsError, load_settings
 from gracestream.pipeline.vllm.generation import CorrectedGeneration
@@ -36,6 +35,7 @@ from gracestream.workers.bootstrap import (
     checkpoint_from_settings,
     connect,
     load_worker_model,
+    serve_health,
     settings_use_encoder,
 )
 
@@ -81,12 +81,7 @@ class ServerPlugin:
         with _exit_on_user_error():
             settings = server_settings(args.model)
             begin_logs("inference", settings)
-            health = Health(
-                settings.kafka.stall_timeout,
-                metrics=functools.partial(metrics.render_metrics, metrics.REPLICA_REGISTRY),
-            )
-            server = HealthServer(health, settings.http.host, settings.http.port)
-            log.info("worker_starting", url=server.url)
+            health, _ = serve_health("inference", settings)
             await asyncio.to_thread(connect, "inference", settings)
             model = await asyncio.to_thread(load_worker_model, "inference", settings)
             self._client = await asyncio.to_thread(Client, settings)

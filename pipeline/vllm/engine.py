@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from msgspec import UNSET
+from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from gracestream.pipeline.codebook import CodebookLookup
@@ -21,7 +22,7 @@ from gracestream.pipeline.model import (
     describe_failure,
 )
 from gracestream.pipeline.vllm.lookups import look_up
-from gracestream.pipeline.vllm.values import carry_value, edited_prompt
+from gracestream.pipeline.vllm.values import carry_value, edited_salt
 
 R = TypeVar("R", bound=EngineRequest)
 
@@ -123,13 +124,15 @@ class VllmEngine(AnswerEngine[R]):
     ) -> list[Finished[R]]:
         """Give a request to vLLM; returns its failure if vLLM does not take it."""
         active = _Active(request, view, value, is_retry)
+        token_ids = list(request.prompt.token_ids)
+        salt = None if value is None else edited_salt(len(token_ids), value)
         self._num_started += 1
         name = str(self._num_started)
         try:
             self._llm.add_request(
                 name,
-                edited_prompt(list(request.prompt.token_ids), active.value),
-                carry_value(self._sampling_params(request), active.value),
+                tokens_input(token_ids, cache_salt=salt),
+                carry_value(self._sampling_params(request), value),
             )
         except ValueError as error:
             return [Finished(request, None, None, describe_failure(error))]

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
+from msgspec import UNSET
 from vllm.exceptions import GracefulHTTPError
+from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -24,7 +26,8 @@ from gracestream.pipeline.model import CausalGeneration, EditableModel, LastTurn
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.replica import near_miss_reason
 from gracestream.pipeline.vllm.lookups import LookupQueue, LookupResult
-from gracestream.pipeline.vllm.values import carry_value, edited_prompt
+from gracestream.pipeline.vllm.values import carry_value, edited_salt
+from gracestream.schemas.messages import Parameters
 
 Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
 """`EngineClient.generate` of vLLM."""
@@ -87,7 +90,8 @@ class CorrectedGeneration:
         result = await self._look_up(Prompt(tuple(token_ids), last_turn=request.last_turn), request)
         held: list[RequestOutput] | None = None
         if result.value is not None:
-            edited = edited_prompt(token_ids, result.value, prompt.get("cache_salt"))
+            salt = edited_salt(len(token_ids), result.value, prompt.get("cache_salt"))
+            edited = tokens_input(token_ids, cache_salt=salt)
             if "prompt" in prompt:
                 edited["prompt"] = prompt["prompt"]
             edited_outputs = self._generate(edited, carry_value(parameters, result.value), request_id, **kwargs)
@@ -155,13 +159,19 @@ class CorrectedGeneration:
         self, token_ids: list[int], label: Label, parameters: SamplingParams, output: RequestOutput
     ) -> bool:
         """False if an answer, complete or not, cannot be the target of a label."""
-        target = self._task.decode_label(label if parameters.max_tokens is None else label[: parameters.max_tokens])
-        text = (self._task.to_answer(token_ids).outputs.text or "").rstrip("\N{REPLACEMENT CHARACTER}")
-        if text.startswith(target):
-            may_continue = parameters.min_tokens or parameters.ignore_eos or label[-1] not in self._task.eos_token_ids
-            return text == target or bool(may_continue)
+        answer, limits = self._task.to_answer(token_ids), _answer_limits(parameters, label)
         is_cut = not output.finished or isinstance(output.outputs[0].stop_reason, str)  # a string stopped it
-        return is_cut and target.startswith(text)
+        return self._task.matches_target(answer, label, limits) or (
+            is_cut and self._task.begins_target(answer, label, limits)
+        )
+
+
+def _answer_limits(parameters: SamplingParams, label: Label) -> Parameters:
+    """What decides whether an answer is the target, in the terms of a request from Kafka."""
+    return Parameters(
+        max_new_tokens=len(label) if parameters.max_tokens is None else parameters.max_tokens,
+        min_new_tokens=parameters.min_tokens or (1 if parameters.ignore_eos else UNSET),
+    )
 
 
 def _count(result: LookupResult, *, is_corrected: bool) -> None:

@@ -6,7 +6,6 @@ Shapes: V width of a value.
 import hashlib
 
 import numpy as np
-from vllm.inputs import TokensInput, tokens_input
 from vllm.sampling_params import SamplingParams
 
 from gracestream.pipeline.codebook import CodebookLookup, FoundEntry
@@ -43,17 +42,15 @@ def carried_value(parameters: SamplingParams | None) -> bytes | None:
     return value if isinstance(value, bytes) else None
 
 
-def edited_prompt(token_ids: list[int], value: bytes | None, salt: str | None = None) -> TokensInput:
-    """A prompt whose cached keys and values are shared only with requests that compute the same ones.
+def edited_salt(num_tokens: int, value: bytes, salt: str | None = None) -> str:
+    """The cache salt of a prompt whose last token gets a value.
 
-    A value changes the keys and values of the prompt's last token and of all later ones. vLLM shares blocks of equal
-    tokens among requests with an equal salt. So the salt of an edited prompt names the value and where it is injected.
+    The value changes the keys and values of that token and of all later ones. vLLM shares blocks of equal tokens among
+    requests with an equal salt. So the salt of an edited prompt names the value and where it is injected.
 
     Args:
-        token_ids: The prompt.
-        value: To inject at the last token; None: the prompt is unedited.
+        num_tokens: Of the prompt.
+        value: To inject at the last token.
         salt: The salt that the client asks for.
     """
-    if value is not None:
-        salt = hashlib.sha256(f"{len(token_ids)} {salt or ''} ".encode() + value).hexdigest()
-    return tokens_input(token_ids, cache_salt=salt)
+    return hashlib.sha256(f"{num_tokens} {salt or ''} ".encode() + value).hexdigest()

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from gracestream.pipeline.vllm import support
 from gracestream.pipeline.vllm.injection import choose_layer, wrap_layer
-from gracestream.pipeline.vllm.values import carried_value, carry_value, edited_prompt
+from gracestream.pipeline.vllm.values import carried_value, carry_value, edited_salt
 from gracestream.workers.vllm import ServerPlugin, register
 
 LAYER = "model.layers.23.self_attn.o_proj"
@@ -72,14 +72,9 @@ def test_a_client_cannot_bring_a_value() -> None:
 
 def test_the_salt_tells_values_lengths_and_clients_apart() -> None:
     salts = {
-        edited_prompt(tokens, value, salt).get("cache_salt")
-        for tokens in ([1, 2], [1, 2, 3])
-        for value in (b"a", b"b")
-        for salt in (None, "x")
+        edited_salt(num_tokens, value, salt) for num_tokens in (2, 3) for value in (b"a", b"b") for salt in (None, "x")
     }
     assert len(salts) == 8
-    assert edited_prompt([1], None, "x").get("cache_salt") == "x"
-    assert "cache_salt" not in edited_prompt([1], None)
 
 
 @pytest.mark.parametrize(

@@ -132,11 +132,20 @@ class Generation(ModelTask):
 
         Text may follow the target if the request sets `min_new_tokens` or the label has no end token.
         """
-        text = answer.outputs.text
-        assert text is not UNSET
-        expected = self.decode_label(label[: self._max_new_tokens(parameters)])
+        text, expected = self._answer_and_target(answer, label, parameters)
         may_continue = parameters.min_new_tokens is not UNSET or label[-1] not in self.eos_token_ids
         return text.startswith(expected) if may_continue else text == expected
+
+    def begins_target(self, answer: ModelAnswer, label: Label, parameters: Parameters) -> bool:
+        """True if the answer is a beginning of what `matches_target` accepts; it may end within a character."""
+        text, expected = self._answer_and_target(answer, label, parameters)
+        return expected.startswith(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+
+    def _answer_and_target(self, answer: ModelAnswer, label: Label, parameters: Parameters) -> tuple[str, str]:
+        """The text of an answer, and the part of the target that fits the request's `max_new_tokens`."""
+        text = answer.outputs.text
+        assert text is not UNSET
+        return text, self.decode_label(label[: self._max_new_tokens(parameters)])
 
     def _target_ids(self, inputs: Inputs, target: str) -> list[int]:
         del inputs

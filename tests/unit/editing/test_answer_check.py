@@ -10,6 +10,7 @@ from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.editable import EditableModel, ServedAnswer
 from gracestream.pipeline.model.tasks.base import ModelAnswer
+from gracestream.pipeline.model.tasks.generation import Generation
 from gracestream.schemas.messages import Outputs, Parameters
 from tests.support.tiny_models import KINDS, added, correct, editable, index_of, new_codebook, sealed, texts
 
@@ -109,6 +110,24 @@ def test_an_answer_is_compared_with_as_much_of_the_target_as_its_budget_allows(k
     assert gives("train violin", whole)
     assert gives(task.decode_label(label[:1]), 1)
     assert not gives("train violin", 1)
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_an_incomplete_answer_is_compared_with_the_beginning_of_the_target(kind: str) -> None:
+    task = editable(kind).task
+    assert isinstance(task, Generation)
+    label = task.encode_target(RIGHT, "train violin")
+
+    def begins(text: str, budget: int = 8) -> bool:
+        answer, parameters = ModelAnswer(Outputs(text=text)), Parameters(max_new_tokens=budget)
+        return task.begins_target(answer, label, parameters)
+
+    assert begins("")
+    assert begins("trai\N{REPLACEMENT CHARACTER}"), "the last token ends within a character"
+    assert begins("train violin")
+    assert not begins("train violin museum")
+    assert not begins("violin")
+    assert not begins("train violin", budget=1)
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
