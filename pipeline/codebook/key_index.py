@@ -212,9 +212,7 @@ class KeyIndex:
             return self._keep_within_radius(self._scan_all(queries_BD))
         queries_BD = queries_BD.detach().to(self._device, torch.float32).contiguous()
         result = _empty_result(len(queries_BD))
-        candidates, always_included = self._prefilter.candidates_for_match(
-            queries_BD.numpy(), lambda slots: self._compute_pairs(queries_BD, slots, _pair_distances)
-        )
+        candidates, always_included = self._prefilter.candidates_for_match(queries_BD.numpy())
         short_lists = {
             row: slots for row, slots in enumerate(candidates) if len(slots) and not self._prefers_full_scan(slots)
         }

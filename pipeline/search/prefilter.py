@@ -65,10 +65,6 @@ REFIT_GROWTH_FACTOR = 4
 """Directions are fitted again when the number of keys has grown by this factor."""
 
 
-DistanceFunction = Callable[[dict[int, np.ndarray]], dict[int, np.ndarray]]
-"""Maps row of a query -> slots to row -> exact distances to the keys of these slots."""
-
-
 class Prefilter:
     """A prefilter over keys. `mark_stale` names changed slots; the next query updates their codes.
 
@@ -116,27 +112,14 @@ class Prefilter:
         (survivors,) = self._survivors_by_codes(self._project(query_D[None]), BoundQuery(np.zeros(1, np.float32)))
         return None if survivors is None or len(survivors) > limit else survivors
 
-    def candidates_for_match(
-        self, queries_BD: np.ndarray, get_distances: DistanceFunction
-    ) -> tuple[list[np.ndarray], set[int]]:
+    def candidates_for_match(self, queries_BD: np.ndarray) -> tuple[list[np.ndarray], set[int]]:
         """Sorted candidate slots per query, for the search of the nearest key within its radius.
 
         The candidates include the nearest key if (a) the query lies within its radius, or (b) it is at most
         `min_radius` away. The second result lists the rows for which the nearest key is always included.
-
-        `get_distances` is called where many radii contain a query, for the exact distances to some of their keys.
         """
-        points = self._project(queries_BD)
-        survivors = self._survivors_by_codes(points, BoundQuery(np.zeros(len(queries_BD), np.float32)))
-        if crowded := {
-            row: slots for row, slots in enumerate(survivors) if slots is not None and len(slots) > SMALL_SET_SIZE
-        }:
-            _replace_slots(
-                survivors,
-                list(crowded),
-                self._narrow_survivors(points.select_rows(list(crowded)), crowded, get_distances),
-            )
-        return self._nearest_survivors(queries_BD, survivors)
+        bound_query = BoundQuery(np.zeros(len(queries_BD), np.float32))
+        return self._nearest_survivors(queries_BD, self._survivors_by_codes(self._project(queries_BD), bound_query))
 
     def candidates_within(self, queries_BD: np.ndarray, max_distances_B: np.ndarray) -> list[np.ndarray]:
         """Sorted candidate slots per query: a superset of all keys at most its distance (B) away."""
@@ -251,22 +234,6 @@ class Prefilter:
                 if level == 0 and len(levels) > 1 and not skips_stage_1:
                     settled_share.record([_is_short_list(slots, count) for slots in survivors])
         return survivors
-
-    def _narrow_survivors(
-        self, points: "_ProjectedQueries", slots: dict[int, np.ndarray], get_distances: DistanceFunction
-    ) -> list[np.ndarray]:
-        """The slots of each query whose key may be as near as the nearest one of a sample.
-
-        1. Take the `SMALL_SET_SIZE` slots with the largest margins and compute their exact distances.
-        2. Keep every slot that may lie within the least of these distances. The nearest key always does.
-        """
-        dimensions, codes = next(reversed(self._codes_by_dimensions.items()))
-        points_BP = points.truncate(dimensions)
-        with np.errstate(all="ignore"):
-            closest_slots = codes.top_k_by_bound(list(slots.values()), points_BP, SMALL_SET_SIZE)
-            distances = get_distances(dict(zip(slots, closest_slots, strict=True)))
-            least_distance_B = np.array([distances[row].min() for row in slots])
-            return codes.filter_slots(list(slots.values()), points_BP, BoundQuery(points.slack_B, least_distance_B))
 
     def _apply_codes(
         self,

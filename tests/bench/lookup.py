@@ -16,7 +16,6 @@ Ablations; each is the full lookup without one part:
 - `no-fine-codes`: without stage 2. The codes of 63 directions are the only ones.
 - `no-products`: without stage 3. A query with too many survivors searches all keys.
 - `no-grouping`: short lists of slots are checked one query at a time.
-- `no-sample`: where many radii contain a query, no sample of exact distances narrows the list.
 - `no-short-lists`: stage 2 checks every key, even if stage 1 leaves few.
 - `no-radius-floor`: small radii do not count as `Prefilter.min_radius`.
 - `no-narrowing`: exact distances to all candidates, without the sums of squares in float32 first.
@@ -144,10 +143,6 @@ def _without_products(_norms: Any, products: Any, _limit: int) -> list[None]:
     return [None] * len(products.query_norm_B)
 
 
-def _without_sample(_prefilter: Any, _points: Any, slots: dict[int, np.ndarray], _get_distances: Any) -> list[Any]:
-    return list(slots.values())
-
-
 def _without_narrowing(_index: Any, _queries_BD: Any, slots: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
     return dict(slots)
 
@@ -163,7 +158,6 @@ ABLATIONS = (
     Variant("no-fine-codes", [(projection, "MAX_DIMENSIONS", prefilter.COARSE_DIMENSIONS)]),
     Variant("no-products", [(quantized_bounds.KeyNorms, "nearest_candidates", _without_products)]),
     Variant("no-grouping", [(quantized_bounds, "MAX_GROUPED_SLOTS", 0)]),
-    Variant("no-sample", [(prefilter.Prefilter, "_narrow_survivors", _without_sample)]),
     Variant("no-short-lists", [(prefilter, "SHORT_LIST_DIVISOR", NEVER)]),
     Variant("no-radius-floor", [(prefilter, "MIN_RADIUS_QUANTILE", 0.0)]),
     Variant("no-narrowing", [(KeyIndex, "_narrow_candidates", _without_narrowing)]),
