@@ -165,14 +165,14 @@ def serving_rows(
     contenders = {**_contenders(model, lookup), **others}
     texts = questions()[-NUM_LOADED:]
     for name, short_budget in (("equal-budgets", BUDGET), ("own-budgets", SHORT_BUDGET)):
-        requests = [_request(model, case.inputs, case.target, max_new_tokens=short_budget) for case in corrected]
-        requests += [_request(model, text, max_new_tokens=BUDGET) for text in texts[: NUM_REQUESTS - NUM_CORRECTED]]
+        requests = [make_request(model, case.inputs, case.target, max_new_tokens=short_budget) for case in corrected]
+        requests += [make_request(model, text, max_new_tokens=BUDGET) for text in texts[: NUM_REQUESTS - NUM_CORRECTED]]
         random.Random(1).shuffle(requests)
         yield from _setting_rows(f"serving/smollm2/{name}", contenders, requests, options)
     del contenders["transformers"]
     lengths = np.random.default_rng(2).lognormal(np.log(MEDIAN_TOKENS), 0.8, NUM_LOADED).clip(1, BUDGET).astype(int)
     backlog = [
-        _request(model, text, max_new_tokens=length, min_new_tokens=length)
+        make_request(model, text, max_new_tokens=length, min_new_tokens=length)
         for text, length in zip(texts, lengths.tolist(), strict=True)
     ]
     yield from _setting_rows("serving/smollm2/backlog", contenders, backlog, options)
@@ -187,7 +187,7 @@ def serving_rows(
         yield from _setting_rows(f"serving/smollm2/load-{load:g}", contenders, requests, options)
 
 
-def _request(model: EditableModel, inputs: Any, target: str = "", **fields: int) -> BenchRequest:
+def make_request(model: EditableModel, inputs: Any, target: str = "", **fields: int) -> BenchRequest:
     prompt, parameters = model.task.tokenize(inputs), Parameters(**fields)
     return BenchRequest(prompt, parameters, model.task.batch_key(prompt, parameters), target=target)
 
@@ -241,7 +241,7 @@ def _percentiles(prefix: str, seconds: Sequence[float]) -> dict[str, float]:
 
 def _contenders(model: EditableModel, lookup: CodebookLookup) -> dict[str, Contender]:
     def engine(made: Callable[[], Any]) -> Contender:
-        return lambda requests: _run_engine(made(), requests)
+        return lambda requests: run_engine(made(), requests)
 
     limits: dict[str, Any] = {"max_rows": NUM_REQUESTS, "check_answers": True}
     bare: Any = _WithoutCodebook(model)
@@ -261,9 +261,9 @@ def _vllm_contenders(model: EditableModel, lookup: CodebookLookup, settings: Set
 
     def plain(requests: Sequence[BenchRequest]) -> Answered:
         with vllm.plain(lookup) as engine:
-            return _run_engine(engine, requests)
+            return run_engine(engine, requests)
 
-    return {"vllm": lambda requests: _run_engine(vllm.corrected(lookup), requests), "vllm-plain": plain}
+    return {"vllm": lambda requests: run_engine(vllm.corrected(lookup), requests), "vllm-plain": plain}
 
 
 class _WithoutCodebook:
@@ -296,7 +296,7 @@ class _Generate:
         return [Finished(request, None, None) for request in joining]
 
 
-def _run_engine(engine: Any, requests: Sequence[BenchRequest]) -> Answered:
+def run_engine(engine: Any, requests: Sequence[BenchRequest]) -> Answered:
     """Answer requests that arrive by the clock. While an engine has nothing to do, the clock jumps to the next one."""
     clock, answered = 0.0, Answered()
     arriving = sorted(requests, key=lambda request: request.arrival)

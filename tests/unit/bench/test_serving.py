@@ -42,7 +42,7 @@ def test_the_clock_runs_while_requests_wait_and_jumps_where_none_does() -> None:
     requests = [
         serving.BenchRequest(one.prompt, one.parameters, one.batch_key, arrival)
         for one, arrival in (
-            (serving._request(engine.model, text, max_new_tokens=3), arrival)
+            (serving.make_request(engine.model, text, max_new_tokens=3), arrival)
             for text, arrival in zip(texts(3, seed=5), (1000.0, 0.0, 1000.0), strict=True)
         )
     ]
