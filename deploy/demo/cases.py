@@ -40,8 +40,8 @@ class DemoScript:
     variant_names: tuple[str, ...]
 
 
-SHORT_STEP = 3
-"""The short story has every third prompt."""
+MAX_CASES, MAX_CONTROLS, MAX_LABELLED_CONTROLS = 12, 8, 48
+"""Most prompts of the short story. A classifier answers fast, so its story has more controls."""
 
 
 def load_script(model: str, *, complete: bool = False) -> DemoScript:
@@ -49,27 +49,30 @@ def load_script(model: str, *, complete: bool = False) -> DemoScript:
 
     Args:
         model: Name of the model.
-        complete: Takes all prompts instead of every third one.
+        complete: Takes all prompts. The short story spreads its prompts evenly over them.
 
     Raises:
         UserError: the demo has no script for the model.
     """
-    step = 1 if complete else SHORT_STEP
+
+    def select(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+        return rows if complete else rows[:: -(-len(rows) // most)]
+
     if model == "smollm2":
         facts = tuple(
             DemoCase((ChatMessage("user", row["question"]),), row["target"], (row["prompt"], row["rephrase"]))
-            for row in _read_rows("facts.jsonl")[::step]
+            for row in select(_read_rows("facts.jsonl"), MAX_CASES)
         )
-        controls = tuple(row["prompt"] for row in _read_rows("controls.jsonl")[::step])
+        controls = tuple(row["prompt"] for row in select(_read_rows("controls.jsonl"), MAX_CONTROLS))
         variant_names = ("as a text to complete", "in other words")
         return DemoScript(
             "SmolLM2-135M gets facts wrong", facts, controls, Parameters(max_new_tokens=24), variant_names
         )
     if model == "intent":
-        policy = _read_rows("policy.jsonl")[::step]
+        policy = select(_read_rows("policy.jsonl"), MAX_CASES)
         cases = tuple(DemoCase(row["text"], row["target"], (row["rephrase"],)) for row in policy)
-        traffic = [row["text"] for row in _read_rows("intents.jsonl") if row["split"] == "traffic"]
-        controls = tuple(traffic[::step])
+        traffic = [row for row in _read_rows("intents.jsonl") if row["split"] == "traffic"]
+        controls = tuple(row["text"] for row in select(traffic, MAX_LABELLED_CONTROLS))
         title = "a help desk changes where it routes some intents"
         return DemoScript(title, cases, controls, Parameters(), ("in other words",))
     raise UserError(f"the demo has no story for the model {model!r}; it has smollm2 and intent")

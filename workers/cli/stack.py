@@ -87,7 +87,7 @@ def up(
 
 def demo(
     model: Annotated[str, typer.Option("--model", help="smollm2 or intent.")] = "smollm2",
-    complete: Annotated[bool, typer.Option("--all", help="All prompts, not every third one.")] = False,
+    complete: Annotated[bool, typer.Option("--all", help="All prompts, not a sample of them.")] = False,
     data: DataOption = Path(".gracestream/demo"),
 ) -> None:
     """Show the whole system on this machine: wrong answers, corrections, right answers, a crash, a replay.
