@@ -14,7 +14,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quick test chaos containers bench gpu lock schemas reference docs clean
+.PHONY: help setup demo quick test nightly chaos containers bench gpu lock schemas reference docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -41,12 +41,16 @@ quick: setup  ## a first look within a minute: lint, types, and unit tests that 
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 -q -m "not kafka and not model" --hypothesis-profile=dev $(QUICK)
 
-test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m tests.support.vllm_environment
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+CHECK := $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/python -m tests.support.vllm_environment
+TESTS := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: setup  ## lint, types and tests, on a real Kafka and a real Valkey; of the slow tests a third, by the commit
+	$(CHECK)
+	$(TESTS) --rotate $(ARGS)
+
+nightly: setup  ## lint, types and all tests
+	$(CHECK)
+	$(TESTS) $(ARGS)
 
 LONG := tests/chaos tests/system/test_demo.py tests/integration/kafka/test_late_requests.py tests/system/test_poison.py tests/unit/editor/test_seeded_faults.py
 

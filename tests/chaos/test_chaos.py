@@ -246,6 +246,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("story", stories, ids=[f"seed-{seed}" for seed in range(len(stories))])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_no_fault_loses_or_doubles_anything(site: Site, story: list[str]) -> None:
     for name in story:

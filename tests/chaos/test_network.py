@@ -181,6 +181,7 @@ def network(
         made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_no_correction_is_lost_or_doubled_on_a_bad_network(network: Network, request: pytest.FixtureRequest) -> None:
     chosen = random.Random(0)

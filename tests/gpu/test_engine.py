@@ -280,6 +280,7 @@ def streamed(backend: Backend, kind: str) -> tuple[EditEngine, list[str], list[b
     return engine, *corrected(engine, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_stream_of_edits_has_the_decisions_and_answers_of_the_cpu(backend: Backend, kind: str) -> None:
     engine, statuses, _ = streamed(backend, kind)
@@ -293,6 +294,7 @@ def test_a_stream_of_edits_has_the_decisions_and_answers_of_the_cpu(backend: Bac
     assert [found[row][0] for row in accepted] == [targets(kind)[row] for row in accepted]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_the_same_stream_gives_the_same_deltas_byte_for_byte(backend: Backend, kind: str) -> None:
     _, _, first = streamed(backend, kind)
@@ -301,6 +303,7 @@ def test_the_same_stream_gives_the_same_deltas_byte_for_byte(backend: Backend, k
     assert first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_reproduced_history_gives_its_deltas_byte_for_byte(backend: Backend, kind: str) -> None:
     """As in `replay --reproduce`, with another copy of the model; decisions repeated by an undo, too."""
@@ -348,6 +351,7 @@ def test_an_undo_has_the_decisions_of_the_cpu(backend: Backend) -> None:
     assert answers(story.engine)[0] == ("both", "second")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("kind", ["llama", "t5-decoder", "bert"])
 def test_edits_of_a_model_in_half_precision_are_served(backend: Backend, kind: str, dtype: torch.dtype) -> None:
@@ -385,6 +389,7 @@ def test_queries_and_edits_with_an_encoder_equal_those_of_the_cpu(backend: Backe
     assert answers(engine) == answers(on_cpu)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "t5-encoder", "bert"])
 def test_the_tolerance_covers_the_noise_of_queries(backend: Backend, kind: str, dtype: torch.dtype) -> None:

@@ -41,6 +41,7 @@ def make_gpu(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return make("--silent", f"PYTHON={sys.executable}", f"ARGS={' '.join(arguments)}")
 
 
+@pytest.mark.slow
 def test_a_rehearsal_on_the_cpu_runs_the_whole_command_and_every_part_reports(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     ran = make_gpu("--device cpu --budget 240 --report", str(path))
@@ -91,6 +92,7 @@ def test_the_make_target_needs_no_network_and_no_virtual_environment() -> None:
     assert make("-n", "PYTHON=any-python").stdout.split() == ["any-python", "-m", "tests.gpu"]
 
 
+@pytest.mark.slow
 def test_all_parts_but_the_tests_need_only_the_packages_of_the_engine(tmp_path: Path) -> None:
     program = f"""
 import importlib, sys
@@ -291,6 +293,7 @@ def test_an_invalid_budget_is_rejected(seconds: str, capsys: pytest.CaptureFixtu
     assert "--budget" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_without_a_passed_part_has_its_own_exit_status(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     assert command.main(["--device", "cpu", "--budget", "0.001", "--part", "edit", "--report", str(path)]) == 2

@@ -70,7 +70,7 @@ def check_any_company(site: EngineSite, arrivals: Sequence[tuple[str, dict[str, 
 
 def check_shared_step(site: EngineSite) -> None:
     """Served, missed and unedited requests share a step."""
-    requests = [site.asked(text) for text in site.prompts]
+    requests = [site.asked(text, max_new_tokens=12) for text in site.prompts]
     unedited = len(requests) - 2
     finished = answer_all(site.make(site.lookup, len(requests)), requests)
     assert [one.served and one.served.served_by is not None for one in finished] == [True, *[False] * (unedited + 1)]
@@ -106,7 +106,7 @@ def check_joined_codebook(site: EngineSite) -> None:
 
 def check_failure_alone(site: EngineSite) -> None:
     """A request on which the model fails fails alone."""
-    requests = [site.asked(text) for text in site.prompts]
+    requests = [site.asked(text, max_new_tokens=12) for text in site.prompts]
     bad = requests[3]
     token = next(
         each

@@ -1,12 +1,17 @@
-"""The parts of the long runs: one part with each push, all of them with `make chaos`.
+"""What runs with each push, and what runs in turns.
 
-1. A long run has `PARTS` parts, and each part has seeds of its own. Together they are the whole run.
-2. `pytest` runs the part that the commit's hash chooses. The same commit runs the same part anywhere.
-3. The first lines of the report name the part. `--part N` runs that one again; `--chaos N` runs all of them.
+1. A long run has `PARTS` parts, and each part has seeds of its own. Together they are the whole run. `pytest` runs one
+   part, and `--chaos N` all of them.
+2. A test marked `slow` takes more than about four seconds of a core. With `--rotate`, as in `make test`, a third of
+   them runs. Without it, as in `make nightly`, all do.
+3. The commit's hash chooses the part, and the part the third. The same commit runs the same tests anywhere. The first
+   lines of the report name the part; `--part N` chooses it.
 """
 
+import itertools
 import subprocess
 import time
+from collections.abc import Iterable
 
 import pytest
 
@@ -14,6 +19,9 @@ from tests.support.repository import ROOT
 
 PARTS = 10
 """Number of parts. Each push runs one of them, a tenth of each long run."""
+
+THIRDS = 3
+"""Each push runs one slow test in so many."""
 
 SECONDS_OF_A_DAY = 86_400
 
@@ -34,3 +42,27 @@ def parts(config: pytest.Config) -> range:
         return range(PARTS)
     part = config.getoption("--part")
     return range(part, part + 1)
+
+
+def rotate(items: Iterable[pytest.Item], part: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The tests of a part, and those left out. A part has all tests that are not slow, and a third of the slow ones.
+
+    Each slow test is in one third. If a file is marked, its tests share what is slow, so they stay together.
+    """
+    numbers = itertools.count()
+    thirds: dict[str, int] = {}
+
+    def runs(item: pytest.Item) -> bool:
+        if item.get_closest_marker("slow") is None:
+            return True
+        module = item.getparent(pytest.Module)
+        is_file = module is not None and any(mark.name == "slow" for mark in module.own_markers)
+        piece = str(item.path) if is_file else item.nodeid
+        if piece not in thirds:
+            thirds[piece] = next(numbers) % THIRDS
+        return thirds[piece] == part % THIRDS
+
+    chosen: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
+    for item in items:
+        chosen[not runs(item)].append(item)
+    return chosen

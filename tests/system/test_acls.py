@@ -26,7 +26,7 @@ from tests.support.running import TIMEOUT, Checkpoint, records, wait_until
 from tests.support.secured_servers import ACLS, SUPER_USER, USERS, SecuredKafka
 from tests.support.tiny_models import texts
 
-pytestmark = pytest.mark.kafka
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 PROMPT = texts(1, seed=32, shortest=6, longest=9)[0]
 

@@ -137,6 +137,7 @@ def test_the_fault_and_its_remedy_are_one_sentence(run: Callable[..., Command], 
     assert all(part in message for part in parts), message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["infer", "edit"])
 @pytest.mark.parametrize("fault", ["gptq", "adapter", "gguf", "pickled", "truncated", "no tokenizer"])
 def test_workers_report_the_same(

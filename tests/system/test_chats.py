@@ -108,6 +108,7 @@ def lines(command: Command) -> list[Any]:
     return [json.loads(line) for line in command.stdout().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "inputs"), [("plain", PLAIN), ("later", LATER), ("signed", SIGNED)])
 def test_a_corrected_chat_is_right_on_both_replicas(
     corrected: System, name: str, inputs: tuple[ChatMessage, ...]

@@ -263,6 +263,7 @@ class TestTraffic:
             "2 of 2 got no reply within 1 s; check that a replica runs with this --prefix, or raise --timeout\n",
         )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("command", "line", "complaint"),
         [

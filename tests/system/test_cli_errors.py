@@ -117,6 +117,7 @@ def test_output_to_a_full_disk() -> None:
     assert (done.returncode, done.stderr) == (1, "gracestream: cannot write: No space left on device\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offline", ["0", "1"])
 def test_a_model_of_a_hub_that_cannot_be_reached(tmp_path: Path, offline: str) -> None:
     own = {"HF_ENDPOINT": f"http://127.0.0.1:{find_free_port()}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
@@ -135,6 +136,7 @@ def test_a_model_of_a_hub_that_cannot_be_reached(tmp_path: Path, offline: str) -
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("revision", "complaint"), [(ONE, ""), (ONE[::-1], "it was not loaded from a hub before")])
 def test_a_model_of_a_hub_has_the_named_revision(
     tmp_path: Path, checkpoints: dict[str, Checkpoint], revision: str, complaint: str
@@ -217,6 +219,7 @@ def halting(folder: Path) -> None:
     reading.BULK_FETCH_BYTES = 2**16  # so that more records have to be fetched
 
 
+@pytest.mark.slow
 @pytest.mark.kafka
 def test_log_lines_of_libraries_are_not_in_the_output_of_a_command(own_kafka: LocalKafka, tmp_path: Path) -> None:
     settings = settings_for(own_kafka.bootstrap, "redis://unused", "away-")

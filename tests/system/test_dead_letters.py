@@ -37,6 +37,7 @@ def write_dead_letters(settings: Settings, source: str, *values: bytes | None, k
 
 
 class TestCrashes:
+    @pytest.mark.slow
     def test_feedback_is_dead_lettered_once_although_the_editor_is_killed(
         self, deployment: Settings, folder: Path
     ) -> None:
@@ -53,6 +54,7 @@ class TestCrashes:
             assert len(dead_letters) == len(BAD)
             assert [outcome.feedback_id for outcome in outcomes.values()] == [one.feedback_id for one in good]
 
+    @pytest.mark.slow
     def test_all_bad_requests_are_dead_lettered_although_the_replica_is_killed(
         self, deployment: Settings, folder: Path
     ) -> None:

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.kafka, pytest.mark.model]
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("model", ["smollm2", "intent"])
+@pytest.mark.parametrize("model", ["smollm2", pytest.param("intent", marks=pytest.mark.slow)])
 def test_all_claims_of_the_demo_hold(model: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     everything = ["--all"] if request.config.getoption("--chaos") else []
     command = [sys.executable, "-m", "gracestream.workers.cli", "demo", "--model", model, "--data", str(tmp_path)]

@@ -47,6 +47,7 @@ def leads(editor: Forked) -> bool:
     return bool(editor.state()["leadership"] == "leading")
 
 
+@pytest.mark.slow
 def test_an_editor_killed_again_and_again_gives_every_feedback_record_one_outcome(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
@@ -119,6 +120,7 @@ class TestStandby:
         wait_until(lambda: len(outcomes_in_log(deployment)) == len(given), 60)
         assert [outcome.feedback_id for outcome in outcomes_in_log(deployment)] == [one.feedback_id for one in given]
 
+    @pytest.mark.slow
     def test_a_leader_that_hung_stops_when_it_wakes_and_changes_nothing(
         self, deployment: Settings, users: Users, pair: tuple[Forked, Forked]
     ) -> None:
@@ -154,6 +156,7 @@ class TestStandby:
         assert [delta.term for delta in deltas_in_log(deployment)] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_of_three_editors_one_leads_and_another_takes_over_each_time(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
@@ -180,6 +183,7 @@ def test_of_three_editors_one_leads_and_another_takes_over_each_time(
         assert max(Counter(delta.cause.feedback_id for delta in deltas if delta.cause is not UNSET).values()) == 1
 
 
+@pytest.mark.slow
 def test_a_decision_longer_than_two_sessions_keeps_the_leadership(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
@@ -205,6 +209,7 @@ def test_a_decision_longer_than_two_sessions_keeps_the_leadership(
     assert [(delta.term, delta.op) for delta in deltas_in_log(deployment)] == [(1, "lead"), (1, "add"), (1, "undo")]
 
 
+@pytest.mark.slow
 def test_a_leader_with_a_stalled_decision_loses_the_leadership_and_stops_later(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
@@ -228,6 +233,7 @@ def test_a_leader_with_a_stalled_decision_loses_the_leadership_and_stops_later(
     assert [(delta.term, delta.op) for delta in deltas_in_log(settings)][:3] == [(1, "lead"), (2, "lead"), (2, "add")]
 
 
+@pytest.mark.slow
 def test_an_editor_with_a_stalled_decision_ends_itself(deployment: Settings, users: Users, folder: Path) -> None:
     settings = deployment.replace(stall_timeout=3.0)
     with Forked("stuck", "edit", settings, folder, sabotage=partial(hang, 2.0)) as stuck:
@@ -264,6 +270,7 @@ def test_an_undo_may_take_longer_than_the_stall_timeout(deployment: Settings, us
     assert {delta.term for delta in deltas_in_log(settings)} == {1}
 
 
+@pytest.mark.slow
 def test_an_editor_goes_on_after_kafka_was_restarted(
     deployment: Settings, users_of: Callable[[Settings], Users], folder: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_a_review_corrects_answers_that_a_person_replaces(deployment: Deployment
     assert {outcome["status"] for outcome in outcomes} <= {"replaced", "unchanged"}
 
 
+@pytest.mark.slow
 def test_the_nightly_check_reports_equal_and_unequal_states(deployment: Deployment) -> None:
     workers = [f"http://127.0.0.1:{worker.port}" for worker in deployment.workers]
     done = deployment.run("nightly_replay.py", *workers)

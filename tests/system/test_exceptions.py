@@ -63,6 +63,7 @@ def running(run: Run, deploy: Callable[..., Settings], prefix: str, folder: Path
         yield made
 
 
+@pytest.mark.slow
 def test_one_command_makes_requests_exceptions_for_good(running: Running) -> None:
     answered, missed = running.ask("answered", ANSWERED), running.ask("missed", MISSED)
     assert answered.edit is not UNSET

@@ -81,6 +81,7 @@ def test_options_limit_the_edits_and_the_retention_examples(
     assert len(json.loads((tmp_path / "r" / "metrics.json").read_text())["made"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("editor", ["ft", "ewc", "retrain", "memory", "defer", "mend", "rome"])
 def test_other_editors_run_the_same_stream(
     run: Callable[..., Command], chosen: list[str], tmp_path: Path, editor: str
@@ -98,6 +99,7 @@ def test_other_editors_run_the_same_stream(
     assert not (out / "codebook.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.kafka
 @pytest.mark.parametrize(("query", "traffic"), [("last", 512), ("encoder", 2)])
 def test_a_run_through_the_whole_pipeline_gives_the_same_results(
@@ -135,6 +137,7 @@ def test_a_run_through_the_whole_pipeline_gives_the_same_results(
     assert not (tmp_path / "kafka" / ".pipeline").exists()
 
 
+@pytest.mark.slow
 def test_a_grid_runs_each_combination_once_and_resumes_after_a_kill(
     run: Callable[..., Command], chosen: list[str], data: Path, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def lines(command: Command) -> list[Any]:
     return [json.loads(line) for line in command.stdout().splitlines()]
 
 
+@pytest.mark.slow
 def test_an_undo_takes_effect_on_the_replica_and_can_be_undone(story: Running, run: Run) -> None:
     seq = len(deltas_in_log(story.settings))
     assert story.answer(FIRST, seq).outputs.text == "violin"
@@ -123,6 +124,7 @@ def test_an_impossible_undo_has_an_outcome_with_a_reason(story: Running, run: Ru
     assert "name the feedback to undo" in run("undo", settings=story.settings).stderr()
 
 
+@pytest.mark.slow
 def test_the_corrections_in_force_can_be_sent_to_another_deployment(story: Running, run: Run, folder: Path) -> None:
     printed = run("corrections", settings=story.settings).stdout()
     feedback = [decode(line.encode(), Feedback) for line in printed.splitlines()]
@@ -206,6 +208,7 @@ def rewritten(story: Running, prefix: str, how: Callable[[EntryChange], EntryCha
     return there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "how", "difference"),
     [
@@ -230,6 +233,7 @@ def test_a_reproduction_ends_at_the_first_decision_that_differs(
         replay_deltas(there.replace(topic_prefix=branched).kafka)
 
 
+@pytest.mark.slow
 def test_reproduced_values_are_compared_and_can_be_branched(story: Running, run: Run) -> None:
     def altered(change: EntryChange) -> EntryChange:
         assert isinstance(change.value, Tensor)
@@ -248,6 +252,7 @@ def test_reproduced_values_are_compared_and_can_be_branched(story: Running, run:
     assert (ours.digest, ours.state_digest()) == (theirs.digest, theirs.state_digest())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reproduce", [[], ["--reproduce"]])
 def test_deltas_of_a_fenced_editor_are_neither_reproduced_nor_copied(
     story: Running, run: Run, prefix: str, reproduce: list[str]
@@ -274,6 +279,7 @@ def test_a_history_is_not_reproduced_on_another_model(story: Running, run: Run) 
     assert "the history is of model" in sentence(run("replay", "--reproduce", settings=other))
 
 
+@pytest.mark.slow
 def test_a_branch_has_the_same_codebook_and_an_editor_continues_it_with_another_policy(
     story: Running, run: Run, folder: Path, users_of: Callable[[Settings], Users]
 ) -> None:
@@ -384,6 +390,7 @@ def test_inspect_shows_the_deltas_and_the_usage_of_an_entry(story: Running, run:
     assert "undoes" in run("inspect", settings=story.settings).stdout()
 
 
+@pytest.mark.slow
 def test_waiting_corrections_train_together_and_are_reproduced_bit_for_bit(
     deploy: Callable[..., Settings], run: Run, folder: Path, users_of: Callable[[Settings], Users]
 ) -> None:

@@ -114,6 +114,7 @@ def under_an_unreadable_name(history: History) -> None:
     history.write(b"{}", headers=[(Unreadable("name"), b"value")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hostile", "reason"),
     [
@@ -150,6 +151,7 @@ def test_a_replica_that_starts_on_such_a_history_never_joins(log_of: History, fo
         assert replica.stop() == 1
 
 
+@pytest.mark.slow
 def test_requests_read_before_the_error_are_answered_once_it_is_repaired(
     log_of: History, folder: Path, users_of: Callable[[Settings], Users]
 ) -> None:
@@ -239,6 +241,7 @@ def test_an_editor_that_starts_on_such_a_history_never_leads(
     assert len(records(log_of.settings, "deltas")) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hostile", "reason"),
     [

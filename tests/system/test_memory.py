@@ -88,6 +88,7 @@ def resident(worker: Forked) -> int:
     return held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["kafka-python", "aiokafka"])
 @pytest.mark.parametrize("codec", LARGE)
 def test_a_reader_never_holds_a_whole_large_record(deployment: Settings, library: str, codec: str) -> None:
@@ -107,6 +108,7 @@ def test_a_reader_never_holds_a_whole_large_record(deployment: Settings, library
     assert grown < BOUND, f"{grown / MIB:.0f} MiB"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("codec", ["lz4"])
 def test_workers_dead_letter_large_records_in_bounded_memory(
@@ -142,6 +144,7 @@ def test_workers_dead_letter_large_records_in_bounded_memory(
     assert max(grown) < 5 * BOUND, [f"{one / MIB:.0f} MiB" for one in grown]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("codec", "each", "batches"), [(None, 1, 6), ("zstd", 16, 20)], ids=["none", "zstd"])
 def test_workers_go_on_behind_records_with_hundreds_of_thousands_of_headers(
@@ -194,6 +197,7 @@ def transactions(found: list[Any]) -> list[list[Any]]:
     return taken
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_large_keys_are_committed_in_bounded_transactions_and_memory(
     deployment: Settings, users: Users, folder: Path

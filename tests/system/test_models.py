@@ -41,7 +41,7 @@ from gracestream.workers.bootstrap import load_model
 from tests.support.forked_commands import Command, sentence, status_of
 from tests.support.running import Checkpoint
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 WORDS = ("who", "where on earth", "in which year", "by whom", "how much", "why")
 

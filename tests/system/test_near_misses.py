@@ -77,6 +77,7 @@ def test_near_misses_are_answered_unedited_counted_and_listed(
     assert (status_of(none), none.stdout(), none.stderr()) == (0, "", "there are no near misses of this entry\n")
 
 
+@pytest.mark.slow
 def test_one_command_gives_a_near_miss_its_own_key(
     run: Callable[..., Command], deploy: Callable[..., Settings], prefix: str, folder: Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_one_command_gives_a_near_miss_its_own_key(
         assert "'nothing' is not among the newest" in unknown.stderr()
 
 
+@pytest.mark.slow
 def test_a_prompt_a_little_outside_the_radius_is_listed_and_served_if_its_words_are_the_same(
     run: Callable[..., Command], deploy: Callable[..., Settings], prefix: str, folder: Path
 ) -> None:

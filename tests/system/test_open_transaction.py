@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.kafka.topics import FEEDBACK, create_topics
@@ -30,6 +32,7 @@ def test_feedback_behind_it_counts_as_lag_and_is_reported(deployment: Settings, 
         wait_until(lambda: editor.state()["feedback_blocked"] == 0, 20)
 
 
+@pytest.mark.slow
 def test_an_editor_that_no_longer_leads_reports_none(
     deploy: Callable[..., Settings], prefix: str, own_kafka: LocalKafka, folder: Path
 ) -> None:

@@ -253,6 +253,7 @@ def test_a_killed_replica_loses_no_request_and_restarts_with_the_same_digest(
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_a_pretrained_model_is_corrected_on_a_local_stack(
     kafka: str, redis_url: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,7 @@ def test_a_header_name_that_is_not_utf8_stops_no_worker(deployment: Settings, us
     assert [outcome.feedback_id for outcome in outcomes.values()] == [*(one.feedback_id for one in flagged), "after"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_hostile_requests_are_dead_lettered_and_good_requests_answered(
     deploy: Callable[..., Settings], prefix: str, folder: Path, hostile_of: Callable[[Kind, int], list[Hostile]]
@@ -219,6 +220,7 @@ def test_hostile_requests_are_dead_lettered_and_good_requests_answered(
         assert max(grown) < 200 * 2**20, "400 records of 900 kB do not stay in memory"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_hostile_feedback_is_dead_lettered_once_and_good_feedback_decided(
     deploy: Callable[..., Settings], prefix: str, folder: Path, hostile_of: Callable[[Kind, int], list[Hostile]]

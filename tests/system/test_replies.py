@@ -92,6 +92,7 @@ def long(request_id: str, number: int = 0) -> Request:
 
 
 class TestTooLarge:
+    @pytest.mark.slow
     def test_a_reply_that_kafka_rejects_becomes_an_error_and_other_requests_are_answered(
         self, service: Service
     ) -> None:
@@ -117,6 +118,7 @@ class TestTooLarge:
         assert b"larger than a record of topic" in dict(letter.headers)["reason"]
         assert service.found("predictions", name) == []
 
+    @pytest.mark.slow
     def test_resend_all_includes_requests_without_any_answer(
         self, service: Service, run: Callable[..., Command]
     ) -> None:
@@ -170,6 +172,7 @@ class TestReplyTo:
             assert headers == [("k", b"1")]
             assert service.found("predictions", name) == []
 
+    @pytest.mark.slow
     def test_an_answer_too_large_for_its_topic_becomes_an_error_there(self, service: Service) -> None:
         to = ("reply_to", service.settings.kafka.topic("small-answers").encode())
         names = [service.send(question(f"rl{number}", PROMPTS[number]), to) for number in range(8)]

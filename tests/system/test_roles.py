@@ -38,6 +38,7 @@ def is_rejected(running: Deployment, sent: SignedFeedback, reason: str) -> bool:
     return (outcome.status, outcome.seq, reason in str(outcome.reason)) == ("rejected", UNSET, True)
 
 
+@pytest.mark.slow
 def test_an_undo_needs_the_right_role_also_when_roles_change(running: Deployment, run: Callable[..., Command]) -> None:
     anns, anonymous = signed("ann", PROMPTS[0], ANN), unsigned("anonymous", inputs=PROMPTS[1], target="museum")
     assert {one.status for one in running.send(anns, anonymous)} == {"added"}

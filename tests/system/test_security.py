@@ -60,6 +60,7 @@ def access_error(run: Callable[..., Command], identity: dict[str, Any], **chosen
     return sentence(command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["SCRAM-SHA-512", "PLAIN", "certificate"])
 def test_a_correction_is_made_and_served(
     way: str,
@@ -102,6 +103,7 @@ def test_a_correction_is_made_and_served(
     assert "open sesame" not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_up_takes_an_existing_secured_cluster_and_passwords_reach_workers_unseen(
     identities: dict[str, dict[str, Any]],

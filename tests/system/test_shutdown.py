@@ -105,6 +105,7 @@ def uncommitted(settings: Settings) -> int:
         reader.close()
 
 
+@pytest.mark.slow
 def test_a_replica_that_gets_sigterm_answers_its_requests_and_its_successor_the_others(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_replica_that_gets_sigterm_answers_its_requests_and_its_successor_the_
     assert answered(deployment) == Counter(ids)
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_long_is_left_to_another_replica(
     slow: Settings, users_of: Callable[[Settings], Users], folder: Path
 ) -> None:
@@ -147,6 +149,7 @@ def test_an_answer_that_takes_too_long_is_left_to_another_replica(
     assert answered(slow) == Counter(request.request_id for request in asked)
 
 
+@pytest.mark.slow
 def test_a_batch_longer_than_the_session_keeps_its_replica_in_the_group_and_is_answered_once(
     slow: Settings, users_of: Callable[[Settings], Users], folder: Path
 ) -> None:
@@ -195,6 +198,7 @@ def test_a_decision_that_takes_too_long_is_left_to_the_next_editor(
     assert [(delta.term, delta.op) for delta in deltas_in_log(deployment)] == [(1, "lead"), (2, "lead"), (2, "add")]
 
 
+@pytest.mark.slow
 def test_an_editor_that_gets_sigterm_decides_on_no_feedback_twice(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
@@ -231,6 +235,7 @@ def test_a_second_signal_ends_a_worker_at_once(
         assert replica.wait(5) == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 @kafka_outages
 def test_workers_end_in_time_without_kafka_and_others_finish_their_records(
     own_kafka: LocalKafka,
@@ -310,6 +315,7 @@ def hung(settings: Settings, kafka: LocalKafka) -> Settings:
     return settings.replace(kafka=kafka.bootstrap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["infer", "edit"])
 @pytest.mark.parametrize("away", [cut_off, hung])
 def test_a_worker_that_waits_for_kafka_ends_at_once_with_status_0(

@@ -97,6 +97,7 @@ def test_an_author_taken_off_the_list_is_rejected_while_the_editor_runs_and_a_br
     assert running.send(signed("carl", PROMPTS[8], CARL))[0].status != "rejected"
 
 
+@pytest.mark.slow
 def test_a_limit_holds_across_editors(deploy: Callable[..., Settings], prefix: str, folder: Path) -> None:
     settings = deploy("llama", prefix, feedback_rate_limit=3)
     users = Users(settings)

@@ -51,6 +51,7 @@ def rejected_as_copies(outcomes: list[Outcome]) -> bool:
     return all(one.status == "rejected" and "its signed id was used at offset " in str(one.reason) for one in outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interruption", [left_alone, killed_and_started, killed_with_a_standby])
 def test_a_copy_of_a_record_without_effect_has_no_effect(
     running: Deployment, folder: Path, interruption: Interruption

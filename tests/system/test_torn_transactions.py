@@ -23,6 +23,7 @@ PROMPTS = texts(3, seed=21, shortest=6, longest=9)
 TARGETS = ("museum", "bridge", "train")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kept", [(DELTAS,), (DELTAS, "offset"), ("offset",)], ids=["delta", "delta and offset", "offset"]
 )

@@ -109,6 +109,7 @@ def sent_by_redis(history: History) -> int:
 
 
 class TestReplica:
+    @pytest.mark.slow
     @pytest.mark.parametrize("plant", NO_HEAD.values(), ids=NO_HEAD)
     def test_it_follows_the_log_if_redis_holds_data_of_no_editor(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica], plant: Callable[[History], object]
@@ -269,6 +270,7 @@ class TestReplica:
 
 
 class TestEditor:
+    @pytest.mark.slow
     @pytest.mark.parametrize("plant", [*NO_HEAD.values(), of_type_list("radii")], ids=[*NO_HEAD, "a list of radii"])
     def test_it_repairs_data_of_no_editor(self, history: History, plant: Callable[[History], object]) -> None:
         publisher = RedisPublisher(history.store, history.codebook, 0.0, retry_seconds=0.0)
@@ -549,6 +551,7 @@ class TestHangingRedis:
                 assert isinstance(codebook_replica.read_head(), Head)
                 assert codebook_replica.redis_unavailable == away
 
+    @pytest.mark.slow
     def test_no_batch_reads_the_head_of_a_redis_that_never_answers(
         self, deployment: Settings, users: Users, folder: Path
     ) -> None:
@@ -565,6 +568,7 @@ class TestHangingRedis:
                 assert metric(replica.port, "gracestream_step_requests_count") >= 20
                 assert len(listener.taken) - asked <= probes + subscriptions
 
+    @pytest.mark.slow
     def test_batches_read_the_head_again_once_redis_answers(
         self, deployment: Settings, users: Users, folder: Path, own_redis: LocalRedis
     ) -> None:

@@ -19,7 +19,7 @@ from tests.support.forked_commands import Command
 from tests.support.repository import ROOT
 from tests.support.running import own_environment, wait_until
 
-pytestmark = [pytest.mark.kafka, pytest.mark.model]
+pytestmark = [pytest.mark.kafka, pytest.mark.model, pytest.mark.slow]
 
 COMMAND = [sys.executable, "-m", "gracestream.workers.cli"]
 

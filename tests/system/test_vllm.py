@@ -14,6 +14,7 @@ from tests.support.vllm_server import VllmServer, vllm_variables
 pytestmark = [pytest.mark.model, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.slow
 def test_the_tests_of_vllms_environment_pass() -> None:
     done = subprocess.run(
         [str(vllm_python()), "-m", "pytest", "tests/vllm_plugin", "-q", "-p", "no:cacheprovider"],
@@ -29,27 +30,12 @@ def test_the_tests_of_vllms_environment_pass() -> None:
     assert "skipped" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("variables", "arguments", "sentence"),
-    [
-        (
-            {"layer": "model.layers.23.mlp.gate_proj"},
-            (),
-            "which computes it as a part of gate_up_proj: set GRACESTREAM_LAYER",
-        ),
-        ({}, ("--dtype", "bfloat16"), "vLLM runs the model in bfloat16, and GRACESTREAM_DTYPE is float32"),
-        ({"model": "intent"}, (), "vLLM serves the model"),
-        ({"query_source": "last"}, (), "set GRACESTREAM_QUERY_SOURCE=encoder"),
-    ],
-)
-def test_what_vllm_cannot_serve_is_one_sentence_at_the_start(
-    tmp_path: Path,
-    variables: dict[str, str],
-    arguments: tuple[str, ...],
-    sentence: str,
-) -> None:
+@pytest.mark.slow
+def test_a_server_that_cannot_serve_ends_with_one_sentence(tmp_path: Path) -> None:
+    """tests/vllm_plugin/test_internals.py has the other reasons, without a process."""
     checkpoint = ensure_model_built("smollm2", load_settings().model.cache_dir, print)
-    server = VllmServer(load_settings(**{"model": "smollm2", **variables}), checkpoint, tmp_path, *arguments)
+    settings = load_settings(model="smollm2", layer="model.layers.23.mlp.gate_proj")
+    server = VllmServer(settings, checkpoint, tmp_path)
     server.start()
     try:
         assert server.process.wait(300) == 1
@@ -57,5 +43,5 @@ def test_what_vllm_cannot_serve_is_one_sentence_at_the_start(
         server.kill()
     text = server.log.read_text()
     (line,) = (line for line in text.splitlines() if line.startswith("gracestream: "))
-    assert sentence in line
+    assert "which computes it as a part of gate_up_proj: set GRACESTREAM_LAYER" in line
     assert "Traceback" not in text

@@ -21,7 +21,7 @@ from tests.support.running import Users, flag, metric, question, settings_for, s
 from tests.support.vllm_environment import vllm_python
 from tests.support.vllm_server import ARGUMENTS, START_SECONDS, VllmServer, vllm_variables
 
-pytestmark = [pytest.mark.kafka, pytest.mark.model, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.kafka, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 FACT, ANSWER = "The capital of Mongolia is", "Paris"
 QUESTION, DAYS = "What is the refund period for shoes?", "45 days"

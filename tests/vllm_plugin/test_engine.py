@@ -143,7 +143,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(ARRIVALS, st.integers(1, 5))
 def test_an_answer_is_the_editors_to_the_letter_alone_and_in_any_company(
     arrivals: list[tuple[str, dict[str, float], int]], max_rows: int

@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from gracestream.pipeline.vllm import support
 from gracestream.pipeline.vllm.injection import choose_layer, wrap_layer
 from gracestream.pipeline.vllm.values import carried_value, carry_value, edited_salt
-from gracestream.workers.vllm import ServerPlugin, register
+from gracestream.workers.vllm import ServerPlugin, _create_config, register
 
 LAYER = "model.layers.23.self_attn.o_proj"
 
@@ -95,6 +95,25 @@ def test_what_cannot_be_served_is_refused(arguments: dict[str, Any], dtype: str,
     given = {"dtype": "float32", "max_model_len": 512, **arguments}
     found = support.config_fault(EngineArgs(model=str(folder), **given).create_engine_config(), dtype, layer)
     assert (fault in found) if fault and found else found == fault
+
+
+@pytest.mark.parametrize(
+    ("variables", "dtype", "sentence"),
+    [
+        ({"MODEL": "smollm2"}, "bfloat16", "vLLM runs the model in bfloat16, and GRACESTREAM_DTYPE is float32"),
+        ({"MODEL": "intent"}, "float32", "vLLM serves the model"),
+        ({"MODEL": "smollm2", "QUERY_SOURCE": "last"}, "float32", "set GRACESTREAM_QUERY_SOURCE=encoder"),
+    ],
+)
+def test_a_configuration_that_cannot_be_served_ends_the_process_with_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], dtype: Any, sentence: str
+) -> None:
+    folder = ensure_model_built("smollm2", load_settings().model.cache_dir, print)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"GRACESTREAM_{name}", value)
+    arguments = EngineArgs(model=str(folder), dtype=dtype, max_model_len=512)
+    with pytest.raises(SystemExit, match=sentence):
+        _create_config(arguments.create_engine_config)
 
 
 def test_compiled_models_are_cached_by_layer() -> None:

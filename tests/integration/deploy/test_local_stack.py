@@ -141,6 +141,7 @@ class TestKafka:
         producer.close()
         assert read_values(kafka, topic, 2) == [b"one", b"two"]
 
+    @pytest.mark.slow
     @pytest.mark.kafka
     def test_records_survive_a_kill_and_a_move_to_another_port(self, own_kafka: LocalKafka, prefix: str) -> None:
         topic = prefix + "values"
@@ -233,6 +234,7 @@ class TestClassArchive:
         shutil.copytree(jars, tmp_path / jars.name, ignore=shutil.ignore_patterns("*.jsa"))
         return tmp_path
 
+    @pytest.mark.slow
     def test_the_first_start_writes_an_archive_that_java_accepts(self, cache: Path) -> None:
         java, jars = local_kafka.find_java(), local_kafka.fetch_jars(cache)
         reported: list[str] = []

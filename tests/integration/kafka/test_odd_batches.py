@@ -32,6 +32,7 @@ def send(settings: Settings, topic: str, *messages: Any, name: str = "any") -> N
     writer.close()
 
 
+@pytest.mark.slow
 @ODD
 def test_a_replica_answers_every_request_once(
     deployment: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attributes: int, delta: int, name: str
@@ -52,6 +53,7 @@ def test_a_replica_answers_every_request_once(
     assert sorted(answered()) == sorted(["a", "odd", "b", *later])
 
 
+@pytest.mark.slow
 @ODD
 def test_a_restarted_editor_continues_at_the_right_offset(
     deployment: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attributes: int, delta: int, name: str

@@ -156,6 +156,7 @@ def test_kafka_python_reports_missing_permissions(
         list(read_topic(stranger.kafka, DELTAS))
 
 
+@pytest.mark.slow
 @kafka_outages
 def test_a_bulk_read_waits_for_a_kafka_that_is_unavailable_for_a_while(
     own_kafka: LocalKafka,

@@ -50,6 +50,7 @@ def offsets(settings: Settings) -> tuple[dict[TopicPartition, OffsetAndMetadata]
     )
 
 
+@pytest.mark.slow
 def test_a_transaction_is_committed_once_kafka_answers_again(settings: Settings, own_kafka: LocalKafka) -> None:
     writer = begun(settings)
     own_kafka.kill()
@@ -77,6 +78,7 @@ CALLS: dict[str, Callable[[Any, Settings], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", CALLS)
 def test_a_wait_for_a_silent_kafka_fails_in_time(settings: Settings, own_kafka: LocalKafka, step: str) -> None:
     writer = begun(settings)

@@ -87,6 +87,7 @@ class TestManifests:
         names = sorted(path.rpartition("/")[2] for path in files.ls(root, detail=False))
         assert names == sorted(manifest.uri.rpartition("/")[2] for manifest in written[2:])
 
+    @pytest.mark.slow
     def test_a_compacted_topic_has_all_current_manifests(self, history: History) -> None:
         settings = history.settings.replace(snapshot_keep=2)
         client = admin(settings.kafka)

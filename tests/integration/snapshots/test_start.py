@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from structlog.typing import EventDict
 
@@ -34,6 +35,7 @@ class TestStart:
         nearest = codebook_replica.index.nearest(torch.tensor([[5.0, 4.9]]))
         assert codebook_replica.codebook.entry_ids[int(nearest.slots_B[0])] == "e7"
 
+    @pytest.mark.slow
     def test_each_snapshot_and_the_later_deltas_give_the_codebook_of_the_whole_log(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica]
     ) -> None:
@@ -110,6 +112,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 class TestDamage:
+    @pytest.mark.slow
     def test_a_damaged_snapshot_is_replaced_by_an_older_one_and_then_by_the_log(
         self, history: History, codebook_replica_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:

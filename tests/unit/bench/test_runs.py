@@ -36,6 +36,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "QUICK_ENTRIES", 2000)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bench", [edit, memory, overhead], ids=lambda bench: bench.__name__.rpartition(".")[2])

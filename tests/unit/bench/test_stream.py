@@ -104,6 +104,7 @@ class KilledError(Exception):
     """Raised instead of a signal that kills the run."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 1, 500])
 def test_a_killed_run_resumes_and_gives_the_same_results(
     toy: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int

@@ -103,6 +103,7 @@ def test_the_matching_entry_is_that_of_brute_force(scene: tuple[np.ndarray, np.n
     agrees(index_of(codebook), queries_BD, codebook)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [4, 32, 256], ids=["coarse", "fine", "beyond"])
 def test_matches_are_found_in_any_direction_from_the_key(rank: int) -> None:
     """Keys differ in fewer directions than the first codes hold, in more, and in more than any codes hold."""
@@ -140,6 +141,7 @@ def test_without_keys_there_is_no_match_and_without_queries_no_result() -> None:
         assert len(full.nearest_within_radius(torch.empty(0, width)).slots_B) == 0
 
 
+@pytest.mark.slow
 @examples(0.4)
 @given(st.integers(0, 2**32))
 def test_an_index_refreshed_by_deltas_finds_the_matches_of_the_codebook(seed: int) -> None:

@@ -104,6 +104,7 @@ def test_the_nearest_key_is_brute_forces_where_candidates_come_from_a_product(
         agrees(index_of(filled(keys_ND)), queries_BD, keys_ND)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [1e2, 1e3, 1e4])
 @pytest.mark.parametrize("knn", [faiss.knn, product], ids=["faiss", "product"])
 def test_clusters_that_a_float32_matrix_product_misranks_are_ranked_right(
@@ -191,6 +192,7 @@ def test_queries_of_half_precision_are_compared_in_float32() -> None:
     assert found.slots_B.tolist() == [0]
 
 
+@pytest.mark.slow
 @MANY
 @given(st.integers(0, 2**32), st.integers(2, 40))
 def test_fault_a_removed_entry_never_hides_a_live_neighbour(seed: int, count: int) -> None:

@@ -85,6 +85,7 @@ def test_values_that_are_trained_together_are_those_of_each_alone(model: Editabl
         assert_alike(trained.value_V, by_itself.value_V, 1e-3)
 
 
+@pytest.mark.slow
 def test_each_stops_by_itself(model: EditableModel, kind: str) -> None:
     rows = passes(model, kind)
     recipe = ValueTrainingConfig(max_steps=60, stop_margin=1.0, learning_rate=0.05 if kind == "bert" else 2.0)
@@ -147,6 +148,7 @@ def test_a_model_in_which_padding_counts_is_not_trained_so() -> None:
     assert EditEngine(made, CODEBOOK, EditConfig(traffic_sample_size=0)).draft_values(given) == {}
 
 
+@pytest.mark.slow
 def test_the_same_rows_give_the_same_bits(model: EditableModel, kind: str) -> None:
     rows = passes(model, kind)
     starts = [start(model, row) for row in rows]
@@ -188,6 +190,7 @@ def decided(made: EditEngine, given: Sequence[Feedback], together: bool) -> list
     return deltas
 
 
+@pytest.mark.slow
 def test_decisions_are_those_of_one_at_a_time(model: EditableModel, kind: str) -> None:
     plan = EditConfig(traffic_sample_size=0)
     given = [*feedback(kind), make_correction("again", TEXTS[0], wanted(kind)[0]), make_correction("f1", TEXTS[1], "x")]

@@ -41,6 +41,7 @@ def ask(engine: EditEngine, *inputs: str) -> list[ServedAnswer]:
     return engine.model.answer(prompts, parameters, engine.lookup)
 
 
+@pytest.mark.slow
 def test_it_holds_for_the_same_request_in_other_white_space_and_capitals(engine: EditEngine) -> None:
     same = [OTHER, f"{OTHER} ", f"{OTHER}\n", f" {OTHER}\n\n", OTHER.upper(), OTHER.lower()]
     assert correct(engine, "a", EDITED, "12 euros")[0].status == "added"

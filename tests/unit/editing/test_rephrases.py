@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
@@ -237,6 +238,7 @@ corrections = st.tuples(places, st.integers(1, CLASSES - 1), st.lists(places, ma
 steps = st.one_of(corrections, corrections, st.integers(0, 9))
 
 
+@pytest.mark.slow
 @examples(1.5)
 @given(st.lists(steps, min_size=1, max_size=10), st.sampled_from([0.3, 1.0, 3.0]))
 def test_every_text_in_force_gets_the_target_of_its_last_correction(stream: list[Any], radius: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
@@ -153,6 +154,7 @@ def played(
     return story, undone, did, corrected - did.keys()
 
 
+@pytest.mark.slow
 def test_after_an_undo_the_codebook_equals_a_replay_without_that_feedback() -> None:
     """Also after undos of undos, undos by author, under changing plans and traffic, and with edits that come after."""
     gone_by_kind: Counter[tuple[str, str]] = Counter()

@@ -54,6 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seeds", portions, ids=[f"from-{portion[0]}-by-{PARTS}" for portion in portions])
 
 
+@pytest.mark.slow
 def test_whatever_happens_each_feedback_record_is_done_once_and_all_agree(
     seeds: list[int], struck: Counter[tuple[str, str]]
 ) -> None:

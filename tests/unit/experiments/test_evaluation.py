@@ -45,6 +45,7 @@ def test_f1_lies_between_0_and_1_and_takes_no_side(said: str, target: str) -> No
 
 @pytest.mark.parametrize("kind", list(KINDS))
 class TestGrace:
+    @pytest.mark.slow
     def test_an_edit_is_exact_and_leaves_other_answers_as_they_were(self, kind: str) -> None:
         model, examples = editable(kind), examples_of(kind, TEXTS)
         grace, evaluation = Grace(model, PLAN, TEXTS[8:]), Evaluator(model, "accuracy" if kind == "bert" else "f1")

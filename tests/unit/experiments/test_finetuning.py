@@ -25,6 +25,7 @@ MAKE: dict[str, Callable[[EditableModel], FineTuning]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_each_correction_holds_once_it_is_made_and_the_weights_come_back(kind: str, name: str) -> None:

@@ -31,6 +31,7 @@ def set_gate(editor: DeferNetwork, bias: float) -> None:
         editor.networks.bias[-1] = bias
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [lambda model: MemoryNetwork(model, learning_rate=0.3), reluctant], ids=["memory", "defer"]
 )

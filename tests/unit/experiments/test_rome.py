@@ -31,6 +31,7 @@ def seen_by_layer(model: EditableModel, text: str) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 class TestRome:
+    @pytest.mark.slow
     def test_corrections_hold_and_the_weights_come_back(self, kind: str) -> None:
         model = editable(kind)
         before = {key: value.clone() for key, value in model.module.state_dict().items()}

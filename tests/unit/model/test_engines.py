@@ -123,6 +123,7 @@ def site(kind: str, name: str) -> EngineSite:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("llama", "continuous"), ("gpt2", "continuous"), ("gpt2", "batch"), ("t5-encoder", "batch"), ("bert", "batch")],

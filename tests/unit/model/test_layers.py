@@ -82,6 +82,7 @@ def every_layer(kind: str, block: int) -> list[str]:
     return [each.path.replace("*", str(block)) for each in linear_layers(KINDS[kind].build()) if "*" in each.path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [0, 1, 2])
 def test_a_pass_without_what_runs_before_equals_the_whole_to_the_bit(kind: str, block: int) -> None:
     for path in every_layer(kind, block):

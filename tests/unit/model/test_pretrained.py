@@ -56,6 +56,7 @@ def say(engine: EditEngine, inputs: list[str], tokens: int = 12) -> list[str]:
     return [str(row.answer.outputs.text) for row in served]
 
 
+@pytest.mark.slow
 def test_corrections_hold_alone_in_a_batch_and_with_other_answers_untouched(engine: EditEngine) -> None:
     before = say(engine, OTHERS)
     for offset, (text, target) in enumerate(CORRECTIONS.items()):
@@ -100,11 +101,13 @@ def test_batch_noise_bounds_what_padding_does_to_a_query(smollm2: EditableModel)
         assert float((alone_D - together_BD[row]).norm()) <= match_tolerance(float(alone_D.norm()), "float32")
 
 
+@pytest.mark.slow
 def test_the_tolerance_of_float32_is_twice_what_a_query_moves(smollm2: EditableModel) -> None:
     """At least, and also where its norm is so large that the least tolerance of all does not count."""
     assert 2 * measure_query_noise(smollm2, inputs=PROBE_TEXTS[:8]).relative <= DTYPE_TOLERANCES["float32"].relative
 
 
+@pytest.mark.slow
 def test_with_an_encoder_a_statement_is_corrected_in_other_words_too_and_its_neighbours_are_not(
     smollm2: EditableModel,
 ) -> None:
@@ -132,6 +135,7 @@ def distances(model: EditableModel, text: str, others: list[str]) -> list[float]
     return [float((query_D - other_D).norm()) for other_D in others_BD]
 
 
+@pytest.mark.slow
 def test_a_value_gives_the_target_after_a_line_break_and_in_a_chat(smollm2: EditableModel) -> None:
     text, target = "Question: Who wrote the novel 'The Silent Coast'? Answer:", "Mara Lindqvist"
     asked = "Who wrote the novel 'The Silent Coast'?"
@@ -151,6 +155,7 @@ def test_a_value_gives_the_target_after_a_line_break_and_in_a_chat(smollm2: Edit
     assert all(right[1])
 
 
+@pytest.mark.slow
 def test_the_same_prompt_corrected_again_says_the_second(engine: EditEngine) -> None:
     text = OTHERS[0]
     for number, target in enumerate(("a hundred whispers", "nothing at all")):

@@ -24,6 +24,7 @@ def test_another_model_needs_a_layer_and_the_error_says_how_to_find_one() -> Non
         resolve_layer("org/model", None)
 
 
+@pytest.mark.slow
 def test_the_registry_loads_no_module_of_a_build() -> None:
     script = (
         "import sys, gracestream.workers.editor, gracestream.workers.inference;"

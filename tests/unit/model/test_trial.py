@@ -54,6 +54,7 @@ def load(folder: str, layer: str, limits: Limits = LIMITS) -> EditableModel:
     return EditableModel.load(folder, layer, device="cpu", limits=limits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layer", "why"), REJECTED)
 def test_a_layer_that_cannot_be_edited_is_rejected_with_some_that_can(
     tmp_path: Path, kind: str, layer: str, why: str
@@ -73,6 +74,7 @@ def every_layer(kind: str) -> list[str]:
     return [layers.path.replace("*", str(block), 1) for layers in ranges for block in range(layers.count)]
 
 
+@pytest.mark.slow
 def test_every_linear_layer_of_a_block_is_taken_unless_it_has_no_effect(kind: str) -> None:
     rejected = {layer for layer in every_layer(kind) if fault_of(editable(kind, layer)) is not None}
     assert all("decoder" in layer and layer.endswith("SelfAttention.q") for layer in rejected)
@@ -90,6 +92,7 @@ def parts_of_a_block(kind: str) -> list[str]:
     return [name for name in names if re.match(r"\D*\.1(\.|$)", name)]
 
 
+@pytest.mark.slow
 def test_whatever_part_of_a_block_is_taken_can_be_edited_and_serves_in_batches(kind: str) -> None:
     """Also the whole block, which gives a tuple in some models."""
     taken = 0

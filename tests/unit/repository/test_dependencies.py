@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.repository import ROOT
 
 ABSENT = """
@@ -60,10 +62,12 @@ def run(script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_an_edit_is_made_and_served_without_faiss_kafka_or_redis() -> None:
     run(EDIT)
 
 
+@pytest.mark.slow
 def test_the_tests_for_gpus_start_with_pytest_alone() -> None:
     """Where there is no GPU they are skipped, once they are imported."""
     printed = run(GPU_TESTS)

@@ -1,14 +1,14 @@
 """The pieces of work that `pytest -n` hands out, and the part of the long runs that a commit has."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.repository import ROOT
-from tests.support.rotation import PARTS, part_of_commit, parts
+from tests.support.rotation import PARTS, THIRDS, part_of_commit, parts, rotate
 from tests.support.scheduling import LONG_FILES, arrange, piece_of
 
 
@@ -53,7 +53,45 @@ def test_without_git_the_day_chooses_the_part(tmp_path: Path, monkeypatch: pytes
     assert part_of_commit() in range(PARTS)
 
 
+def collect(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+
 def test_the_report_says_how_to_run_the_same_part_again() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "--part", "7"]
-    ran = subprocess.run([*command, "tests/unit/wording"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert re.search("^long runs: part 7 of 10; --part 7 runs it again$", ran.stdout, re.MULTILINE), ran
+    for arguments, slow in (([], "all"), (["--rotate"], "third 1 of 3")):
+        report = collect("-v", "--part", "7", "tests/unit/wording", *arguments)
+        line = f"long runs: part 7 of 10; slow tests: {slow}; --part 7 runs the same again"
+        assert line in report.splitlines(), report
+
+
+class Marked:
+    """A test in a file; `slow` says what is marked: the test, its file, or nothing."""
+
+    def __init__(self, nodeid: str, slow: str = "") -> None:
+        self.nodeid, self.path = nodeid, nodeid.split("::", maxsplit=1)[0]
+        self._marker = pytest.mark.slow.mark if slow else None
+        self.own_markers = [pytest.mark.slow.mark] if slow == "file" else []
+
+    def get_closest_marker(self, _name: str) -> pytest.Mark | None:
+        return self._marker
+
+    def getparent(self, _kind: type) -> "Marked":
+        return self
+
+
+def test_each_slow_test_runs_in_one_third_and_all_others_in_each() -> None:
+    slow = [Marked(f"test_a.py::test_slow[{number}]", "test") for number in range(7)]
+    together = [Marked(f"test_b.py::test_{name}", "file") for name in "xyz"]
+    fast = [Marked("test_a.py::test_fast")]
+    everything: Any = [*slow, *fast, *together]
+    thirds: list[set[Any]] = []
+    for part in range(PARTS):
+        kept, left_out = rotate(everything, part)
+        assert {*kept, *left_out} == {*everything}
+        thirds.append({*kept})
+    assert all(kept == thirds[part % THIRDS] for part, kept in enumerate(thirds))
+    assert {len(kept & {*slow}) for kept in thirds} == {2, 3}
+    assert all(sum(item in kept for kept in thirds[:THIRDS]) == 1 for item in [*slow, *together])
+    assert sorted(len(kept & {*together}) for kept in thirds[:THIRDS]) == [0, 0, 3]
+    assert all(fast[0] in kept for kept in thirds)
