@@ -60,11 +60,8 @@ CLIP_QUANTILE = 1e-4
 A wider range would make the codes of all other points coarser.
 """
 
-MAX_GROUPED_SLOTS = 256
-"""Up to so many slots per query, the slots of several queries share one product."""
-
 DENSE_DIVISOR = 32
-"""Where more than 1 in 32 pairs survives, the survivors are counted before they are listed."""
+"""Where more than 1 in 32 pairs survives, survivors are counted before they are listed: a list may be too large."""
 
 TIE_REL_ERROR = 16 * 2.0**-23
 """Slack for ties: upper bound on the difference of half squared distances that round to the same float32.
@@ -218,31 +215,16 @@ class Int8Codes:
     def _margins_of_slots(
         self, slots: Sequence[np.ndarray], points_BP: np.ndarray, bound_query: BoundQuery
     ) -> list[np.ndarray]:
-        """Margins for the given slots of each query, in the order of the slots.
+        """Margins for the given slots of each query, in the order of the slots."""
+        key_constants = self._key_constants[bound_query.constants_index]
 
-        Queries with few slots share one product. Its unused elements cost less than separate calls.
-        """
-        grouped_rows = [row for row, row_slots in enumerate(slots) if len(row_slots) <= MAX_GROUPED_SLOTS]
-        margins = [np.empty(0, np.float32)] * len(slots)
-        for rows in (
-            grouped_rows,
-            *([row] for row, row_slots in enumerate(slots) if len(row_slots) > MAX_GROUPED_SLOTS),
-        ):
-            slots_M = np.concatenate([np.empty(0, np.int64), *(slots[row] for row in rows)])
-            if len(slots_M):
-                quantized_query = _QuantizedQuery(
-                    *self._shift_query(points_BP[rows], bound_query.select_rows(rows)), self._scale
-                )
-                codes, key_constants = (
-                    self._codes.take(slots_M, axis=0),
-                    self._key_constants[bound_query.constants_index].take(slots_M, axis=0),
-                )
-                margins_MB = quantized_query.margins(torch.from_numpy(codes), torch.from_numpy(key_constants)).numpy()
-                counts = [len(slots[row]) for row in rows]
-                own_M = margins_MB[np.arange(len(slots_M)), np.repeat(np.arange(len(rows)), counts)]
-                for row, row_margins in zip(rows, np.split(own_M, np.cumsum(counts)[:-1]), strict=True):
-                    margins[row] = row_margins
-        return margins
+        def margins(row: int, slots_M: np.ndarray) -> np.ndarray:
+            point, question = self._shift_query(points_BP[[row]], bound_query.select_rows([row]))
+            constants_M2 = torch.from_numpy(key_constants.take(slots_M, axis=0))
+            codes_MP = torch.from_numpy(self._codes.take(slots_M, axis=0))
+            return _QuantizedQuery(point, question, self._scale).margins(codes_MP, constants_M2)[:, 0].numpy()
+
+        return [margins(row, slots_M) for row, slots_M in enumerate(slots)]
 
     def _shift_query(self, points_BP: np.ndarray, bound_query: BoundQuery) -> tuple[np.ndarray, BoundQuery]:
         points_BP, slack_B = self._subtract_origin(points_BP, bound_query.slack_B)

@@ -15,7 +15,6 @@ Ablations; each is the full lookup without one part:
 - `no-coarse-codes`: without stage 1. Every key is bounded by the codes of 127 directions.
 - `no-fine-codes`: without stage 2. The codes of 63 directions are the only ones.
 - `no-products`: without stage 3. A query with too many survivors searches all keys.
-- `no-grouping`: short lists of slots are checked one query at a time.
 - `no-short-lists`: stage 2 checks every key, even if stage 1 leaves few.
 - `no-radius-floor`: small radii do not count as `Prefilter.min_radius`.
 - `no-narrowing`: exact distances to all candidates, without the sums of squares in float32 first.
@@ -157,7 +156,6 @@ ABLATIONS = (
     ),
     Variant("no-fine-codes", [(projection, "MAX_DIMENSIONS", prefilter.COARSE_DIMENSIONS)]),
     Variant("no-products", [(quantized_bounds.KeyNorms, "nearest_candidates", _without_products)]),
-    Variant("no-grouping", [(quantized_bounds, "MAX_GROUPED_SLOTS", 0)]),
     Variant("no-short-lists", [(prefilter, "SHORT_LIST_DIVISOR", NEVER)]),
     Variant("no-radius-floor", [(prefilter, "MIN_RADIUS_QUANTILE", 0.0)]),
     Variant("no-narrowing", [(KeyIndex, "_narrow_candidates", _without_narrowing)]),
