@@ -182,6 +182,17 @@ def test_a_server_that_was_killed_comes_back_with_the_same_codebook(
         assert server.stop() == 0
 
 
+def test_a_model_split_among_processes_answers_the_same(
+    settings: Settings, checkpoint: Path, before: Before, tmp_path: Path
+) -> None:
+    """It runs after the tests above, so the codebook has the correction `again`. SmolLM2 has three heads for keys."""
+    with VllmServer(settings, checkpoint, tmp_path, "--tensor-parallel-size", "3") as split:
+        answer = split.complete(PROMPTS)
+        assert answer.texts == [f" {ANSWER}", *before.texts[1:]]
+        assert answer.entry is not None
+        assert answer.entry.endswith(",,,")
+
+
 def test_a_replica_with_vllm_answers_the_requests_of_kafka(
     settings: Settings, users: Users, before: Before, tmp_path: Path
 ) -> None:
