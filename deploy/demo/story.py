@@ -22,7 +22,7 @@ from gracestream.deploy.demo.cases import DemoCase, DemoScript, is_wrong, load_s
 from gracestream.deploy.local.stack import Stack, WorkerProcess, running_stack
 from gracestream.pipeline.client import Client
 from gracestream.pipeline.editing import make_correction
-from gracestream.pipeline.history import replay_deltas
+from gracestream.pipeline.replay import replay_deltas
 from gracestream.schemas.messages import SCHEMA_VERSION, Inputs, Outcome, Prediction, Request, to_display_text
 
 REPLY_TIMEOUT_SECONDS = 120.0

@@ -12,7 +12,6 @@ from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.exceptions import decide_exception
 from gracestream.pipeline.editing.forms import make_forms
 from gracestream.pipeline.editing.negatives import TEMPLATES_PER_RADIUS, other_requests
-from gracestream.pipeline.editing.no_change import NoChangeDecision, parse_no_change
 from gracestream.pipeline.editing.provenance import describe_environment
 from gracestream.pipeline.editing.result import DecisionResult, committed_outcome, make_correction, rejected_result
 from gracestream.pipeline.editing.roles import may_propose
@@ -32,7 +31,6 @@ __all__ = [
     "EditEngine",
     "History",
     "LabelledRequest",
-    "NoChangeDecision",
     "RecordedInputs",
     "ScopeRadius",
     "ValueTrainingConfig",
@@ -45,7 +43,6 @@ __all__ = [
     "make_forms",
     "may_propose",
     "other_requests",
-    "parse_no_change",
     "rejected_result",
     "undo",
 ]

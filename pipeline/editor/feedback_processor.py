@@ -24,7 +24,6 @@ from gracestream.pipeline.editing import (
     DraftValue,
     EditEngine,
     History,
-    NoChangeDecision,
     committed_outcome,
     decide_exception,
     may_propose,
@@ -35,6 +34,7 @@ from gracestream.pipeline.editor.feedback import DecidedFeedback, FeedbackRecord
 from gracestream.pipeline.errors import UserError
 from gracestream.schemas.deltas import Delta, decode_delta
 from gracestream.schemas.messages import SCHEMA_VERSION, Feedback, InvalidMessage, Outcome, decode, peek_id, to_one_line
+from gracestream.schemas.no_change import NoChangeDecision
 
 log = structlog.get_logger()
 

@@ -11,7 +11,7 @@ Cause of such damage: a producer that keeps its epoch may commit a part of a tra
 way.
 
 Not promised: a check of dead letters, which Kafka deletes by age, or of feedback whose id cannot be read.
-`pipeline.history.replay` checks digests.
+`pipeline.replay` checks digests.
 
 Memory: some 300 bytes for each feedback record with an outcome.
 """

@@ -6,7 +6,6 @@ from contextlib import closing, suppress
 
 from kafka.errors import KafkaTimeoutError
 
-from gracestream.pipeline.editing import NoChangeDecision, parse_no_change
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka import (
     DELTA_CONSUMER_OPTIONS,
@@ -21,6 +20,7 @@ from gracestream.pipeline.kafka import (
 from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.headers import feedback_offset_of
 from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, decode
+from gracestream.schemas.no_change import NoChangeDecision, parse_no_change
 
 
 class KafkaHistory:

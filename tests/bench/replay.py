@@ -35,8 +35,8 @@ from gracestream.deploy.local.backends import kafka_backend
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.file import parse_codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.history.replay import replay_with_offset
 from gracestream.pipeline.kafka.topics import DELTAS, create_topics
+from gracestream.pipeline.replay.replay import replay_with_offset
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.settings import Settings, load_settings

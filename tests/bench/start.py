@@ -28,9 +28,9 @@ import torch
 
 from gracestream.deploy.local.backends import kafka_backend, redis_backend
 from gracestream.deploy.local.processes import find_free_port, is_http_ok
-from gracestream.pipeline.history.replay import replay_with_offset
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.registry import default_layer
+from gracestream.pipeline.replay.replay import replay_with_offset
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores import snapshots
 from gracestream.workers.bootstrap import load_model

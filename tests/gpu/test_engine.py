@@ -308,7 +308,7 @@ def test_the_same_stream_gives_the_same_deltas_byte_for_byte(backend: Backend, k
 def test_a_reproduced_history_gives_its_deltas_byte_for_byte(backend: Backend, kind: str) -> None:
     """As in `replay --reproduce`, with another copy of the model; decisions repeated by an undo, too."""
     reproduce = pytest.importorskip(
-        "gracestream.pipeline.history.reproduce",
+        "gracestream.pipeline.reproduction.reproduce",
         reason="retraining needs the packages of a worker: `pip install .`",
     )
     story = backend.story(editable(kind, device=backend.device))

@@ -13,6 +13,8 @@ import faust.transport.drivers.aiokafka
 import mode.worker
 
 import gracestream.pipeline.history
+import gracestream.pipeline.replay
+import gracestream.pipeline.reproduction
 import gracestream.pipeline.tuning.workbench
 import gracestream.workers.cli.app
 import gracestream.workers.editor

@@ -11,16 +11,16 @@ from gracestream.pipeline.auth.authors import AuthorsByName
 from gracestream.pipeline.editing.candidate import DraftValue
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.no_change import NoChangeDecision, parse_no_change
 from gracestream.pipeline.editing.provenance import describe_environment
 from gracestream.pipeline.editing.result import make_correction
 from gracestream.pipeline.editor.feedback import FeedbackRecord, ParsedFeedback
 from gracestream.pipeline.editor.feedback_processor import FeedbackProcessor
-from gracestream.pipeline.history.reproduce import ReproductionRun
 from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.reproduction.reproduce import ReproductionRun
 from gracestream.schemas.deltas import decode_delta, seal_delta
 from gracestream.schemas.headers import FEEDBACK_OFFSET_HEADER
 from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, decode, encode
+from gracestream.schemas.no_change import NoChangeDecision, parse_no_change
 from tests.support.chosen_queries import PointModel, at, point
 from tests.support.doubles.kafka import Stored
 from tests.support.tiny_models import CODEBOOK

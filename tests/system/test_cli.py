@@ -11,9 +11,10 @@ import pytest
 from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 
 from gracestream.pipeline.codebook.file import load_codebook
-from gracestream.pipeline.history.replay import history_steps, replay_deltas
+from gracestream.pipeline.history.steps import history_steps
 from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.kafka.topics import TOPICS, require_topics
+from gracestream.pipeline.replay.replay import replay_deltas
 from gracestream.pipeline.settings import Settings, to_environment_variables
 from gracestream.workers.cli import main
 from tests.support.forked_commands import Command, Forked, explicit_settings, sentence, status_of

@@ -13,8 +13,8 @@ from msgspec import UNSET
 
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka.topics import EDITS, REQUESTS, create_topics
+from gracestream.pipeline.replay.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import Feedback
 from tests.chaos.dying import hang, train_slowly, undo_slowly

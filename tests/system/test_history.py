@@ -14,8 +14,8 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.pipeline.history.branch import branch_history
-from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka.topics import TopicError, create_topics, require_topics, topic_layout
+from gracestream.pipeline.replay.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import GENESIS_DIGEST, EntryChange, Tensor, decode_delta, seal_delta
 from gracestream.schemas.messages import Feedback, decode

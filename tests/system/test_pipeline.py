@@ -16,9 +16,9 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.deploy.local.stack import running_stack
-from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.observability.metrics import EDITOR_REGISTRY, REPLICA_REGISTRY
+from gracestream.pipeline.replay.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.redis_client import redis_client
 from gracestream.pipeline.stores.redis_head import RedisHeadStore

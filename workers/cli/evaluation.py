@@ -56,7 +56,7 @@ def evaluate(
     last line counts them.
     Example: gracestream evaluate cases.jsonl
     """
-    from gracestream.pipeline.history import replay_deltas
+    from gracestream.pipeline.replay import replay_deltas
     from gracestream.pipeline.tuning.evaluation import evaluate as evaluate_cases
     from gracestream.pipeline.tuning.evaluation import summarize
     from gracestream.workers.bootstrap import load_model

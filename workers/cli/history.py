@@ -84,7 +84,7 @@ def replay(
     if to_codebook is not None and to is None:
         raise typer.BadParameter("--to-codebook names the codebook of a copy, so it needs --to")
     from gracestream.pipeline.codebook import save_codebook
-    from gracestream.pipeline.history import replay_deltas
+    from gracestream.pipeline.replay import replay_deltas
 
     until = None if at is None else _parse_time(at, "is not a time")
     settings = connect(kafka=kafka, topic_prefix=prefix, model=model, layer=layer)
@@ -167,7 +167,7 @@ def compare(
     Example: gracestream diff 12 41
     """
     points = _parse_point(before), _parse_point(after)
-    from gracestream.pipeline.history import diff_history
+    from gracestream.pipeline.replay import diff_history
 
     settings = connect(kafka=kafka, topic_prefix=prefix)
     difference = diff_history(settings.kafka, settings.model.codebook, *points)
@@ -209,7 +209,7 @@ def corrections(
     printed as it was sent, byte for byte: its signature is valid for a codebook of the same name.
     Example: gracestream corrections --prefix old- | gracestream correct --prefix new-
     """
-    from gracestream.pipeline.history import iter_active_corrections
+    from gracestream.pipeline.replay import iter_active_corrections
 
     for record in iter_active_corrections(connect(kafka=kafka, topic_prefix=prefix).kafka, seq):
         feedback = decode(record, Feedback)
@@ -226,8 +226,9 @@ def _reproduce(settings: Settings, records: list[bytes]) -> tuple["Codebook", li
         LayerError: the model has no such layer as the history's.
     """
     from gracestream.pipeline.editing import describe_environment
-    from gracestream.pipeline.history import KafkaHistory, ReproductionRun
+    from gracestream.pipeline.history import KafkaHistory
     from gracestream.pipeline.model import LayerError
+    from gracestream.pipeline.reproduction import ReproductionRun
     from gracestream.workers.bootstrap import load_model
 
     lead = decode_delta(records[0])

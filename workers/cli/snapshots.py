@@ -31,7 +31,7 @@ def snapshot(
 
     Needs no model and no editor. Example: gracestream snapshot --seq 41
     """
-    from gracestream.pipeline.history import replay_with_offset
+    from gracestream.pipeline.replay import replay_with_offset
     from gracestream.pipeline.stores import SnapshotError, write_snapshot
 
     settings = connect(kafka=kafka, topic_prefix=prefix)

@@ -13,8 +13,9 @@ from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.file import CodebookFileError, load_codebook, save_codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history.kafka_history import KafkaHistory
-from gracestream.pipeline.history.replay import history_steps, replay_deltas
+from gracestream.pipeline.history.steps import history_steps
 from gracestream.pipeline.kafka.clients import producer
+from gracestream.pipeline.replay.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import Cause, EntryChange, decode_delta
 from tests.support.running import flag, records

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka import reader as reading
 from gracestream.pipeline.kafka.clients import aiokafka_consumer, producer
 from gracestream.pipeline.kafka.reader import RecordsAndNext, read_topic
 from gracestream.pipeline.kafka.topics import DELTAS, PREDICTIONS, TopicError, create_topics
+from gracestream.pipeline.replay.replay import replay_deltas
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.settings import KafkaSettings, Settings, load_settings
 from tests.support.hostile import Unreadable, odd_batches

@@ -6,8 +6,8 @@ from pathlib import Path
 from structlog.typing import EventDict
 
 from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.history.replay import replay_with_offset
 from gracestream.pipeline.kafka.topics import SNAPSHOTS
+from gracestream.pipeline.replay.replay import replay_with_offset
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.snapshots import Snapshot, load_newest_snapshot, write_snapshot
 from gracestream.schemas.messages import SnapshotManifest, encode

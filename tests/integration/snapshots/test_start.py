@@ -7,9 +7,9 @@ import pytest
 import torch
 from structlog.typing import EventDict
 
-from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.kafka.topics import DELTAS, create_topics
+from gracestream.pipeline.replay.replay import replay_deltas
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.settings import Settings
 from tests.integration.snapshots.snapshot_parts import file_of, loaded, newest, reasons, snapshot

@@ -11,7 +11,7 @@ from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.negatives import other_requests, radius_from_distances
 from gracestream.pipeline.editing.provenance import describe_environment
 from gracestream.pipeline.editing.result import make_correction
-from gracestream.pipeline.history.reproduce import ReproductionRun
+from gracestream.pipeline.reproduction.reproduce import ReproductionRun
 from gracestream.schemas.deltas import Delta, decode_delta
 from gracestream.schemas.messages import Inputs
 from tests.support.editing_stories import Story

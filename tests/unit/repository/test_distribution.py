@@ -1,5 +1,6 @@
 """What is installed: one package, its data, and a public API that needs no torch."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -57,3 +58,34 @@ def test_clients_and_commands_that_need_no_model_load_no_torch(imported: str) ->
     """Importing torch and transformers takes a process seconds, and most commands only talk to Kafka."""
     script = f"import sys; {imported}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
+
+
+RUN_WITHOUT_KAFKA = """
+import json, sys
+from gracestream.pipeline.errors import UserError
+from gracestream.workers.cli import app, common
+
+def connected(*_, **__):
+    raise UserError("connected")  # each command has imported what it needs before it connects
+
+common.wait_for_kafka = connected
+for command in json.loads(sys.argv[1]):
+    try:
+        app.run(command)
+    except SystemExit:
+        pass
+    heavy = {"torch", "faiss", "transformers", "gracestream.pipeline.model", "gracestream.pipeline.editing"}
+    print(json.dumps([command, sorted(heavy & sys.modules.keys())]))
+"""
+"""Runs commands in one process up to their connection to Kafka; prints each with the slow modules imported so far."""
+
+
+def test_commands_that_read_the_history_import_no_model() -> None:
+    """Only a codebook needs torch: its key searches import it."""
+    reading = [["inspect"], ["near-misses"], ["near-misses", "--except", "r"], ["audit"]]
+    replaying = [["replay"], ["diff", "1", "2"], ["corrections"], ["snapshot"]]
+    command = [sys.executable, "-c", RUN_WITHOUT_KAFKA, json.dumps([*reading, *replaying])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr.count("connected") == len(reading) + len(replaying)
+    imported = [json.loads(line) for line in done.stdout.splitlines()]
+    assert imported == [[command, []] for command in reading] + [[command, ["torch"]] for command in replaying]

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from gracestream.pipeline.codebook import Codebook, EditMemory
-from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka import FEEDBACK, read_topic
+from gracestream.pipeline.replay.replay import replay_deltas
 from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.deltas import Delta
 

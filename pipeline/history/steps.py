@@ -1,25 +1,16 @@
-"""Replay: the codebook at any point of its history, from `deltas` alone (docs/explanation/consistency.md).
+"""The steps of a history: each delta, described, with the feedback and the outcome behind it."""
 
-Each record's digest is checked, so the result is equal to the recorded codebook, bit for bit.
-"""
-
-from collections.abc import Callable, Collection, Iterator, Mapping
-from datetime import datetime
+from collections.abc import Collection, Iterator, Mapping
 
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history.kafka_history import KafkaHistory
 from gracestream.pipeline.kafka import read_history
 from gracestream.pipeline.settings import KafkaSettings
-from gracestream.pipeline.stores import Snapshot
 from gracestream.schemas.deltas import Delta, EntryChange, ExceptionChange, decode_delta
 from gracestream.schemas.messages import InvalidMessage, to_display_text
-
-OnApplied = Callable[[bytes, Delta, Codebook], object]
-"""Called for each applied record, with the record, its delta, and the codebook after it."""
 
 
 class HistoryStep(Struct, frozen=True):
@@ -53,52 +44,6 @@ class HistoryStep(Struct, frozen=True):
     entries: dict[str, str]
 
 
-def replay_deltas(
-    settings: KafkaSettings,
-    seq: int | None = None,
-    until: datetime | None = None,
-    on_applied: OnApplied = lambda *_: None,
-) -> Codebook | None:
-    """The codebook at delta `seq`, or after the last delta of time `until`; None if there is no delta up to there.
-
-    Raises:
-        HistoryError: the log has a gap, a wrong digest, a record that cannot be read, or no delta `seq` yet.
-    """
-    snapshot = replay_with_offset(settings, seq, until, on_applied)
-    return None if snapshot is None else snapshot.codebook
-
-
-def replay_with_offset(
-    settings: KafkaSettings,
-    seq: int | None = None,
-    until: datetime | None = None,
-    on_applied: OnApplied = lambda *_: None,
-) -> Snapshot | None:
-    """As `replay_deltas`, with the offset of the last applied delta."""
-    codebook: Codebook | None = None
-    last_offset = -1
-
-    def apply(record: bytes, offset: int, timestamp: int) -> bool:
-        nonlocal codebook, last_offset
-        if until is not None and timestamp > 1000 * until.timestamp():
-            return False
-        if codebook is None:
-            first = _decode_record(record)
-            codebook = Codebook(first.codebook, first.model, first.layer)
-        if seq is not None and codebook.seq >= seq:
-            return False
-        applied = codebook.apply(record)
-        if applied is not None:
-            last_offset = offset
-            on_applied(record, applied.delta, codebook)
-        return True
-
-    read_history(settings, apply)
-    if codebook is not None and seq is not None and codebook.seq < seq:
-        raise HistoryError(f"the log ends at delta {codebook.seq}; there is no {seq} yet")
-    return Snapshot(codebook, last_offset) if codebook is not None and codebook.seq else None
-
-
 def history_steps(settings: KafkaSettings) -> Iterator[HistoryStep]:
     """Every delta that counts, described, with the feedback behind it.
 
@@ -113,7 +58,7 @@ def history_steps(settings: KafkaSettings) -> Iterator[HistoryStep]:
     exceptions: dict[str, ExceptionChange] = {}
 
     def add_step(record: bytes, _offset: int, timestamp: int) -> None:
-        delta = _decode_record(record)
+        delta = decode_history_delta(record)
         if not steps or delta.term >= steps[-1][1].term:
             step = _make_step(delta, timestamp / 1000, existing_entries, exceptions)
             steps.append((None if delta.cause is UNSET else delta.cause.offset, step))
@@ -135,6 +80,18 @@ def history_steps(settings: KafkaSettings) -> Iterator[HistoryStep]:
             inputs=None if feedback is None or feedback.inputs is UNSET else to_display_text(feedback.inputs),
             target=None if feedback is None or feedback.target is UNSET else feedback.target,
         )
+
+
+def decode_history_delta(record: bytes) -> Delta:
+    """The delta of a record of `deltas`.
+
+    Raises:
+        HistoryError: the record cannot be read.
+    """
+    try:
+        return decode_delta(record)
+    except InvalidMessage as error:
+        raise HistoryError(str(error)) from error
 
 
 def _make_step(
@@ -160,13 +117,6 @@ def _make_step(
         target=None,
         entries=entries,
     )
-
-
-def _decode_record(record: bytes) -> Delta:
-    try:
-        return decode_delta(record)
-    except InvalidMessage as error:
-        raise HistoryError(str(error)) from error
 
 
 def _describe_change(change: EntryChange, existing_entries: Collection[str]) -> str:

@@ -7,8 +7,8 @@ from msgspec import UNSET, Struct
 
 from gracestream.pipeline.codebook import UNEDITED_MODEL, Codebook, EditMemory, EditState, diff_entry, entries_equal
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.history.kafka_history import KafkaHistory
-from gracestream.pipeline.history.replay import replay_deltas
+from gracestream.pipeline.history import KafkaHistory
+from gracestream.pipeline.replay.replay import replay_deltas
 from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.deltas import rephrase_name
 from gracestream.schemas.messages import Feedback, Inputs, to_display_text

@@ -31,7 +31,6 @@ from gracestream.pipeline.editing import (
     DraftValue,
     EditConfig,
     EditEngine,
-    NoChangeDecision,
     RecordedInputs,
     decide_exception,
     edit_config_from_lead,
@@ -42,6 +41,7 @@ from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.model import EditableModel
 from gracestream.schemas.deltas import Cause, DecisionContext, Delta, EntryChange, Standing, Tensor, decode_delta
 from gracestream.schemas.messages import Feedback
+from gracestream.schemas.no_change import NoChangeDecision
 
 MAX_CACHED_BATCHES = 64
 """Batch-trained values that are cached; an editor has at most this many at the same time."""
