@@ -167,6 +167,10 @@ def _explain_unreachable(
             f"no edit {edit_id!r} is in force; `except_from` names a correction, or the entry that a prediction names"
             " in `edit` or `near_miss`"
         )
+    # The lookup skips an exempt entry. The exception in force shows that the edit reaches the prompt.
+    in_force = codebook.exceptions.find_matching(query_D, wording, tolerance=0.0)
+    if any(entry_id in entry_ids for exception in in_force for entry_id in exception.entry_ids):
+        return None
     (found,) = engine.lookup.find_entries(torch.from_numpy(query_D.copy())[None], lambda _row: wording)
     if found is not None and found.entry_id in entry_ids:
         return None

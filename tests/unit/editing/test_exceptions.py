@@ -180,6 +180,27 @@ def test_an_exception_that_two_reviewers_asked_for_outlives_an_undo_of_one() -> 
     assert answer(story.engine, 1, 0) == 1
 
 
+def test_a_near_miss_outside_the_radius_that_two_reviewers_except_outlives_an_undo_of_one() -> None:
+    """The lookup skips the entry once the first exception exists, but the edit reaches the prompt as before."""
+    model, near = editable("llama"), f"{EDITED} people"
+    queries_BD = model.queries([model.task.tokenize(text) for text in (EDITED, near)])
+    radius = float((queries_BD[0] - queries_BD[1]).norm()) / 1.3
+    config = EditConfig(radius=radius, radius_unit="absolute", traffic_sample_size=0)
+    story = Story(EditEngine(model, CODEBOOK, config))
+    story.lead(config)
+    assert story.take(Feedback(v=1, feedback_id="a", inputs=EDITED, target="train")).status == "added"
+    (served,) = ask(story.engine, near)
+    assert served.near_miss is not None
+    assert served.near_miss.is_outside_radius
+    for name in ("x", "y"):
+        assert story.take(Feedback(v=1, feedback_id=name, inputs=near, except_from="a")).status == "excepted"
+    story.undo("u", "x")
+    assert ask(story.engine, near)[0].near_miss is None
+    assert_same(story, without(story, {"x"}))
+    story.undo("v", "y")
+    assert ask(story.engine, near)[0].near_miss is not None
+
+
 @pytest.mark.parametrize("label", [0, 1, 2])
 def test_an_exception_that_a_correction_ended_stays_ended_in_a_history_without_others(label: int) -> None:
     story = new_story(radius=3.0)
