@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import ChatMessage, Inputs, Outputs, Prediction, Request, encode
 from tests.support.forked_commands import Forked
 from tests.support.repository import ROOT
 from tests.support.tiny_models import texts
@@ -83,6 +86,42 @@ def test_a_review_corrects_answers_that_a_person_replaces(deployment: Deployment
     outcomes = [json.loads(found) for found in re.findall(r'\{"status".*\}', done.stdout)]
     assert len(outcomes) == 2
     assert {outcome["status"] for outcome in outcomes} <= {"replaced", "unchanged"}
+
+
+def test_the_end_of_input_sends_the_corrections_so_far(deployment: Deployment) -> None:
+    for prompt in PROMPTS[2:4]:
+        assert deployment.run("client.py", prompt, "river").returncode == 0
+    done = deployment.run("review.py", "--author", "ann", given="museum")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r'\{"status".*\}', done.stdout)) == 1
+
+
+def test_a_review_shows_the_newest_answer_of_each_prompt_and_chats_by_message(
+    deploy: Callable[..., Settings],
+) -> None:
+    settings = deploy("llama", f"t{secrets.token_hex(4)}-")
+    chat = (ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="Where?"))
+    # In any order of the partitions, one of the two prompts has its older request last.
+    asked: list[tuple[int, Inputs, str]] = [
+        (0, "first", "old"), (1, "second", "old"), (1, "first", "new"), (0, "second", "new"), (0, chat, "here"),
+    ]  # fmt: skip
+    writer = producer(settings.kafka)
+    for number, (partition, inputs, text) in enumerate(asked):
+        request = Request(v=1, request_id=f"r{number}", inputs=inputs)
+        writer.send(settings.kafka.topic("requests"), encode(request), partition=partition).get(timeout=30)
+        answer = Prediction(
+            v=1, request_id=f"r{number}", outputs=Outputs(text=text), codebook_seq=1, term=1, model="m", replica="r",
+            latency_ms=1.0,
+        )  # fmt: skip
+        writer.send(settings.kafka.topic("predictions"), encode(answer), partition=partition).get(timeout=30)
+        time.sleep(0.01)  # so that no two records have the same time
+    writer.send(settings.kafka.topic("requests"), b"no request").get(timeout=30)
+    writer.close()
+    done = Deployment(settings, ()).run("review.py", "--author", "ann", given="\n\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("  right answer: ") == [
+        "first\n  new\n", "second\n  new\n", "system: Be brief.\nuser: Where?\n  here\n", "\n",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
