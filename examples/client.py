@@ -8,18 +8,19 @@ GRACESTREAM_KAFKA names the cluster, as `gracestream up` prints it:
 import sys
 import uuid
 
-from gracestream import Client, Feedback, Outcome, Prediction, Request, load_settings
+from gracestream import Client, Feedback, Outcome, Request, load_settings
 
 TIMEOUT = 120.0
 """Seconds to wait for a reply."""
 
 
-def ask(client: Client, inputs: str, min_seq: int = 0) -> Prediction:
-    """The prediction for one prompt, from a replica that has applied delta `min_seq`."""
+def ask(client: Client, inputs: str, min_seq: int = 0) -> str:
+    """The answer to one prompt, from a replica that has applied delta `min_seq`."""
     request = Request(v=1, request_id=str(uuid.uuid4()), inputs=inputs, min_seq=min_seq)
     with client.predictions() as replies:  # open it before sending: it reads only replies that arrive from now on
         client.send([request])
-        return replies.wait([request.request_id], TIMEOUT)[request.request_id]
+        prediction = replies.wait([request.request_id], TIMEOUT)[request.request_id]
+    return str(prediction.outputs.text if prediction.outputs else prediction.error)
 
 
 def correct(client: Client, inputs: str, target: str) -> Outcome:
@@ -34,10 +35,10 @@ def main(inputs: str, target: str) -> None:
     """Print the answer before, the outcome, and the answer after."""
     client = Client(load_settings())
     try:
-        print("before:", ask(client, inputs).outputs)
+        print("before:", ask(client, inputs))
         outcome = correct(client, inputs, target)
         print("outcome:", outcome.status, "as delta", outcome.seq, outcome.reason or "")
-        print("after: ", ask(client, inputs, min_seq=outcome.seq or 0).outputs)
+        print("after: ", ask(client, inputs, min_seq=outcome.seq or 0))
     finally:
         client.close()
 
