@@ -52,11 +52,14 @@ def near_misses(
 ) -> None:
     """List requests that an entry might have answered but the unedited model did, newest first.
 
-    The reason `answer`: an entry matched, but did not produce its target on the prompt. Any other
-    reason names the words by which the prompt asks for something else.
-    With --same the command prints a correction for each request that asks for the same, which gives its prompt a key.
-    With --except it prints an exception for each request that asks for something else: a near miss, or a request that
-    an entry answered. Once it is sent, the entry's edit no longer answers this prompt.
+    The reason says why the entry did not answer. `wording`: the prompt is within the radius, but its words disagree
+    with the correction; the table shows them. `distance`: the prompt has all names of the correction, but is a little
+    outside the radius. `answer`: the entry matched, but its value did not give the target on this prompt.
+    If the prompt asks for the same, send what --same prints: a correction of the prompt with the entry's target. It
+    gives the prompt a key, and after `answer` a value of its own.
+    If it asks for something else, nothing needs to be done: the unedited model has answered. --except prints an
+    exception, which ends the near miss. It also takes a request that an entry answered: once the exception is sent, the
+    entry's edit no longer answers this prompt.
     Example: gracestream near-misses --same REQUEST | gracestream correct
     """
     from gracestream.pipeline.history import find_near_misses as missed_requests
