@@ -112,11 +112,11 @@ def _check_model(settings: Settings) -> None:
     from gracestream.pipeline.model import resolve_device
     from gracestream.workers.bootstrap import load_model
 
-    stderr_console.print(
-        f"checking the model {settings.model.name} and its layer {settings.model.layer}; a large model takes a minute"
-    )
-    resolve_device(settings.model.device)
-    load_model(settings.model.model_copy(update={"device": "cpu"}), settings.editing.policy)
+    model = settings.model
+    stderr_console.print(f"checking the model {model.name} and its layer {model.layer}: about a minute on two cores")
+    with stderr_console.status("loading the model"):
+        resolve_device(model.device)
+        load_model(model.model_copy(update={"device": "cpu"}), settings.editing.policy)
 
 
 def _interrupt_on_sigterm() -> None:
