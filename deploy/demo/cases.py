@@ -27,6 +27,7 @@ class DemoScript:
 
     Attributes:
         title: The title of the story.
+        case_name: What the answers of the cases are about, in the plural.
         cases: Prompts to correct if their answers are wrong.
         controls: Prompts whose answers must be the same before and after all edits.
         parameters: Parameters of all requests.
@@ -34,6 +35,7 @@ class DemoScript:
     """
 
     title: str
+    case_name: str
     cases: tuple[DemoCase, ...]
     controls: tuple[str, ...]
     parameters: Parameters
@@ -66,7 +68,7 @@ def load_script(model: str, *, complete: bool = False) -> DemoScript:
         controls = tuple(row["prompt"] for row in select(_read_rows("controls.jsonl"), MAX_CONTROLS))
         variant_names = ("as a text to complete", "in other words")
         return DemoScript(
-            "SmolLM2-135M gets facts wrong", facts, controls, Parameters(max_new_tokens=24), variant_names
+            "SmolLM2-135M gets facts wrong", "facts", facts, controls, Parameters(max_new_tokens=24), variant_names
         )
     if model == "intent":
         policy = select(_read_rows("policy.jsonl"), MAX_CASES)
@@ -74,7 +76,7 @@ def load_script(model: str, *, complete: bool = False) -> DemoScript:
         traffic = [row for row in _read_rows("intents.jsonl") if row["split"] == "traffic"]
         controls = tuple(row["text"] for row in select(traffic, MAX_LABELLED_CONTROLS))
         title = "a help desk changes where it routes some intents"
-        return DemoScript(title, cases, controls, Parameters(), ("in other words",))
+        return DemoScript(title, "routes", cases, controls, Parameters(), ("in other words",))
     raise UserError(f"the demo has no story for the model {model!r}; it has smollm2 and intent")
 
 

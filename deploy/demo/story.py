@@ -7,7 +7,7 @@ import secrets
 import shutil
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from msgspec import UNSET
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from gracestream.deploy.demo.cases import DemoCase, DemoScript, is_wrong, load_script, prediction_text
 from gracestream.deploy.local.stack import Stack, WorkerProcess, running_stack
@@ -33,6 +34,20 @@ DEMO_PARTITIONS = 8
 
 NUM_TIMED_CORRECTIONS = 5
 """Corrections that are sent one by one, to measure the time from a correction to the corrected answer."""
+
+NUM_SHOWN_ANSWERS = 6
+"""Answers that a table shows."""
+
+MAX_ANSWER_WIDTH = 40
+"""Characters of an answer that a table shows."""
+
+STATUS_MEANINGS = {
+    "added": "a new entry",
+    "expanded": "a larger radius of an entry with the same target",
+    "split": "a new entry beside one with another target, whose radius may shrink",
+    "replaced": "a new value for an entry with the same key",
+}
+"""The meanings of the outcomes of a correction."""
 
 
 @dataclass
@@ -98,8 +113,9 @@ def _run_chapters(demo_run: DemoRun, stack: Stack, client: Client, script: DemoS
     }
     wrong_cases = [case for case in script.cases if is_wrong(before[case.inputs], case.target)]
     right_cases = [case for case in script.cases if case not in wrong_cases]
-    console.print(f"  {len(wrong_cases)} of {len(script.cases)} answers are wrong, for example:")
-    console.print(_answers_table("answer", wrong_cases[:6], before))
+    for line in _describe_answers(script, wrong_cases):
+        console.print(line)
+    console.print(_answers_table("answer", wrong_cases, before))
     demo_run.check_claim("every request got an answer", len(before) == len(inputs), f"{len(before)} of {len(inputs)}")
 
     console.print(Rule("2. Corrections are sent, and the editor makes edits of them", align="left"))
@@ -129,7 +145,7 @@ def _run_chapters(demo_run: DemoRun, stack: Stack, client: Client, script: DemoS
         )
         served_by = {prediction.replica for prediction in predictions.values()}
         demo_run.check_claim(f"the answers came from {replica}", served_by == {replica}, ", ".join(served_by))
-    console.print(_answers_table("answer now", wrong_cases[:6], after))
+    console.print(_answers_table("answer now", wrong_cases, after))
     for index, variant_name in enumerate(script.variant_names):
         variants = [case.variants[index] for case in wrong_cases]
         variant_predictions = _send_requests(client, script, variants, console, min_seq=last_seq)
@@ -222,6 +238,8 @@ def _send_corrections(demo_run: DemoRun, client: Client, script: DemoScript, wro
     )
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in sorted(set(statuses)))
     demo_run.check_claim("none was rejected", "rejected" not in statuses, counts)
+    for line in _explain_statuses(statuses):
+        demo_run.console.print(f"  [dim]{line}[/]")
 
 
 def _find_replica_partitions(client: Client, script: DemoScript) -> dict[str, int]:
@@ -290,10 +308,33 @@ def _print_summary(demo_run: DemoRun, seconds: float, model: str) -> None:
         demo_run.console.print(f"  {command:<34}{description}", highlight=False)
 
 
+def _describe_answers(script: DemoScript, wrong_cases: Sequence[DemoCase]) -> list[str]:
+    """Lines for the wrong answers of the first chapter, and for the requests without a target."""
+    case_count, control_count, name = len(script.cases), len(script.controls), script.case_name
+    examples = ", for example" if len(wrong_cases) > NUM_SHOWN_ANSWERS else ""
+    return [
+        f"  {case_count} ask for {name}; {control_count} are a control: their answers must not change",
+        f"  {len(wrong_cases)} of {case_count} {name} are wrong{examples}:",
+    ]
+
+
+def _explain_statuses(statuses: Collection[str]) -> list[str]:
+    """A line for each status that occurs."""
+    return [f"{status}: {meaning}" for status, meaning in STATUS_MEANINGS.items() if status in statuses]
+
+
 def _answers_table(title: str, cases: Sequence[DemoCase], answers: Mapping[Inputs, str]) -> Table:
-    table = Table("request", title, "target", show_lines=False)
-    for case in cases:
-        table.add_row(to_display_text(case.inputs), " ".join(answers.get(case.inputs, "-").split())[:48], case.target)
+    """The answers to the first cases. An ellipsis ends a long answer."""
+    answer = Column(title, max_width=MAX_ANSWER_WIDTH, no_wrap=True, overflow="ellipsis")
+    table = Table("request", answer, "target", show_lines=False)
+    for case in cases[:NUM_SHOWN_ANSWERS]:
+        # `Text`, since an answer may hold brackets, which a plain string would give as markup.
+        table.add_row(
+            *(
+                Text(" ".join(text.split()))
+                for text in (to_display_text(case.inputs), answers.get(case.inputs, "-"), case.target)
+            )
+        )
     return table
 
 
