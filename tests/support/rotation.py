@@ -8,9 +8,9 @@
    lines of the report name the part; `--part N` chooses it.
 """
 
-import itertools
 import subprocess
 import time
+import zlib
 from collections.abc import Iterable
 
 import pytest
@@ -45,24 +45,17 @@ def parts(config: pytest.Config) -> range:
 
 
 def rotate(items: Iterable[pytest.Item], part: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """The tests of a part, and those left out. A part has all tests that are not slow, and a third of the slow ones.
-
-    Each slow test is in one third. If a file is marked, its tests share what is slow, so they stay together.
-    """
-    numbers = itertools.count()
-    thirds: dict[str, int] = {}
-
-    def runs(item: pytest.Item) -> bool:
-        if item.get_closest_marker("slow") is None:
-            return True
-        module = item.getparent(pytest.Module)
-        is_file = module is not None and any(mark.name == "slow" for mark in module.own_markers)
-        piece = str(item.path) if is_file else item.nodeid
-        if piece not in thirds:
-            thirds[piece] = next(numbers) % THIRDS
-        return thirds[piece] == part % THIRDS
-
+    """The tests of a part, and those left out. A part has all tests that are not slow, and a third of the slow ones."""
     chosen: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
     for item in items:
-        chosen[not runs(item)].append(item)
+        is_left_out = item.get_closest_marker("slow") is not None and third_of(item) != part % THIRDS
+        chosen[is_left_out].append(item)
     return chosen
+
+
+def third_of(item: pytest.Item) -> int:
+    """The third of a slow test, by its name alone. If a file is marked, its tests share what is slow and one third."""
+    module = item.getparent(pytest.Module)
+    is_file = module is not None and any(mark.name == "slow" for mark in module.own_markers)
+    name = item.nodeid.split("::", maxsplit=1)[0] if is_file else item.nodeid
+    return zlib.adler32(name.encode()) % THIRDS

@@ -27,10 +27,19 @@ LONG_FILES = (
     "tests/system/test_memory.py",
     "tests/system/test_poison.py",
     "tests/system/test_shutdown.py",
+    "tests/system/test_untrusted_redis.py",
 )
 """Files of long tests without expensive shared fixtures. They begin first, in this order."""
 
-LONG_STORIES = ("tests/system/test_vllm_server.py",)
+LONG_STORIES = (
+    "tests/system/test_vllm_server.py",
+    "tests/system/test_pipeline.py",
+    "tests/system/test_cli.py",
+    "tests/system/test_history.py",
+    "tests/system/test_security.py",
+    "tests/system/test_history_faults.py",
+    "tests/contract/test_editor_log.py",
+)
 """Files whose tests share an expensive fixture and take long together. They begin before all others."""
 
 

@@ -386,7 +386,7 @@ def test_inspect_shows_the_deltas_and_the_usage_of_an_entry(story: Running, run:
     served = [record for record in records(story.settings, "predictions") if b'"entry_id":"first"' in record.value]
     assert last["usage"]["count"] == len(served)
     shown = run("inspect", "first", settings=story.settings).stdout()
-    assert f"{len(served)} answers came from it" in shown
+    assert f"{len(served)} answer{'' if len(served) == 1 else 's'} came from it" in shown
     assert "undoes" in run("inspect", settings=story.settings).stdout()
 
 

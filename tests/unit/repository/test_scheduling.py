@@ -69,7 +69,7 @@ class Marked:
     """A test in a file; `slow` says what is marked: the test, its file, or nothing."""
 
     def __init__(self, nodeid: str, slow: str = "") -> None:
-        self.nodeid, self.path = nodeid, nodeid.split("::", maxsplit=1)[0]
+        self.nodeid = nodeid
         self._marker = pytest.mark.slow.mark if slow else None
         self.own_markers = [pytest.mark.slow.mark] if slow == "file" else []
 
@@ -81,7 +81,7 @@ class Marked:
 
 
 def test_each_slow_test_runs_in_one_third_and_all_others_in_each() -> None:
-    slow = [Marked(f"test_a.py::test_slow[{number}]", "test") for number in range(7)]
+    slow = [Marked(f"test_a.py::test_slow[{number}]", "test") for number in range(60)]
     together = [Marked(f"test_b.py::test_{name}", "file") for name in "xyz"]
     fast = [Marked("test_a.py::test_fast")]
     everything: Any = [*slow, *fast, *together]
@@ -91,7 +91,7 @@ def test_each_slow_test_runs_in_one_third_and_all_others_in_each() -> None:
         assert {*kept, *left_out} == {*everything}
         thirds.append({*kept})
     assert all(kept == thirds[part % THIRDS] for part, kept in enumerate(thirds))
-    assert {len(kept & {*slow}) for kept in thirds} == {2, 3}
+    assert all(10 < len(kept & {*slow}) < 30 for kept in thirds)
     assert all(sum(item in kept for kept in thirds[:THIRDS]) == 1 for item in [*slow, *together])
     assert sorted(len(kept & {*together}) for kept in thirds[:THIRDS]) == [0, 0, 3]
     assert all(fast[0] in kept for kept in thirds)
