@@ -44,7 +44,7 @@ quick: setup  ## a first look within a minute: lint, types, and unit tests that 
 CHECK := $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/python -m tests.support.vllm_environment
 TESTS := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup  ## lint, types and tests, on a real Kafka and a real Valkey; of the slow tests a third, by the commit
+test: setup  ## lint, types and tests, on a real Kafka and a real Valkey; of the slow tests a quarter, by the commit
 	$(CHECK)
 	$(TESTS) --rotate $(ARGS)
 

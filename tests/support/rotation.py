@@ -2,10 +2,10 @@
 
 1. A long run has `PARTS` parts, and each part has seeds of its own. Together they are the whole run. `pytest` runs one
    part, and `--chaos N` all of them.
-2. A test marked `slow` takes more than about four seconds of a core. With `--rotate`, as in `make test`, a third of
-   them runs. Without it, as in `make nightly`, all do.
-3. The commit's hash chooses the part, and the part the third. The same commit runs the same tests anywhere. The first
-   lines of the report name the part; `--part N` chooses it.
+2. A test marked `slow` takes more than about four seconds of a core. With `--rotate`, as in `make test`, a quarter of
+   these runs. Without it, as in `make nightly`, all do.
+3. The commit's hash chooses the part, and the part the quarter. The same commit runs the same tests anywhere. The
+   first lines of the report name the part; `--part N` chooses it.
 """
 
 import subprocess
@@ -20,7 +20,7 @@ from tests.support.repository import ROOT
 PARTS = 10
 """Number of parts. Each push runs one of them, a tenth of each long run."""
 
-THIRDS = 3
+QUARTERS = 4
 """Each push runs one slow test in so many."""
 
 SECONDS_OF_A_DAY = 86_400
@@ -45,17 +45,20 @@ def parts(config: pytest.Config) -> range:
 
 
 def rotate(items: Iterable[pytest.Item], part: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """The tests of a part, and those left out. A part has all tests that are not slow, and a third of the slow ones."""
+    """The tests of a part, and those left out. A part has all tests but the slow ones of other quarters."""
     chosen: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
     for item in items:
-        is_left_out = item.get_closest_marker("slow") is not None and third_of(item) != part % THIRDS
+        is_left_out = item.get_closest_marker("slow") is not None and quarter_of(item) != part % QUARTERS
         chosen[is_left_out].append(item)
     return chosen
 
 
-def third_of(item: pytest.Item) -> int:
-    """The third of a slow test, by its name alone. If a file is marked, its tests share what is slow and one third."""
+def quarter_of(item: pytest.Item) -> int:
+    """The quarter of a slow test, by its name alone.
+
+    If a file is marked, its tests share what is slow, so they share one quarter.
+    """
     module = item.getparent(pytest.Module)
     is_file = module is not None and any(mark.name == "slow" for mark in module.own_markers)
     name = item.nodeid.split("::", maxsplit=1)[0] if is_file else item.nodeid
-    return zlib.adler32(name.encode()) % THIRDS
+    return zlib.adler32(name.encode()) % QUARTERS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.repository import ROOT
-from tests.support.rotation import PARTS, THIRDS, part_of_commit, parts, rotate
+from tests.support.rotation import PARTS, QUARTERS, part_of_commit, parts, rotate
 from tests.support.scheduling import LONG_FILES, arrange, piece_of
 
 
@@ -59,7 +59,7 @@ def collect(*arguments: str) -> str:
 
 
 def test_the_report_says_how_to_run_the_same_part_again() -> None:
-    for arguments, slow in (([], "all"), (["--rotate"], "third 1 of 3")):
+    for arguments, slow in (([], "all"), (["--rotate"], "quarter 3 of 4")):
         report = collect("-v", "--part", "7", "tests/unit/wording", *arguments)
         line = f"long runs: part 7 of 10; slow tests: {slow}; --part 7 runs the same again"
         assert line in report.splitlines(), report
@@ -80,18 +80,18 @@ class Marked:
         return self
 
 
-def test_each_slow_test_runs_in_one_third_and_all_others_in_each() -> None:
+def test_each_slow_test_runs_in_one_quarter_and_all_others_in_each() -> None:
     slow = [Marked(f"test_a.py::test_slow[{number}]", "test") for number in range(60)]
     together = [Marked(f"test_b.py::test_{name}", "file") for name in "xyz"]
     fast = [Marked("test_a.py::test_fast")]
     everything: Any = [*slow, *fast, *together]
-    thirds: list[set[Any]] = []
+    quarters: list[set[Any]] = []
     for part in range(PARTS):
         kept, left_out = rotate(everything, part)
         assert {*kept, *left_out} == {*everything}
-        thirds.append({*kept})
-    assert all(kept == thirds[part % THIRDS] for part, kept in enumerate(thirds))
-    assert all(kept & {*slow} for kept in thirds)
-    assert all(sum(item in kept for kept in thirds[:THIRDS]) == 1 for item in [*slow, *together])
-    assert sorted(len(kept & {*together}) for kept in thirds[:THIRDS]) == [0, 0, 3]
-    assert all(fast[0] in kept for kept in thirds)
+        quarters.append({*kept})
+    assert all(kept == quarters[part % QUARTERS] for part, kept in enumerate(quarters))
+    assert all(kept & {*slow} for kept in quarters)
+    assert all(sum(item in kept for kept in quarters[:QUARTERS]) == 1 for item in [*slow, *together])
+    assert sorted(len(kept & {*together}) for kept in quarters[:QUARTERS]) == [0, 0, 0, 3]
+    assert all(fast[0] in kept for kept in quarters)
