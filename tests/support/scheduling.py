@@ -33,6 +33,9 @@ LONG_FILES = (
 
 LONG_STORIES = (
     "tests/system/test_vllm_server.py",
+    "tests/system/test_up.py",
+    "tests/system/test_models.py",
+    "tests/system/test_acls.py",
     "tests/system/test_pipeline.py",
     "tests/system/test_cli.py",
     "tests/system/test_history.py",
