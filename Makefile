@@ -6,8 +6,8 @@ REQUIREMENTS := deploy/requirements
 MODEL ?= smollm2
 NAME ?= quality
 ROUNDS ?= 5
-# Many tests wait for Kafka, for sessions to end, or for processes: six at a time keep two cores busy.
-WORKERS ?= 6
+# Many tests wait for Kafka, for sessions to end, or for processes: four at a time keep two cores busy.
+WORKERS ?= 4
 ARGS ?=
 
 # Without cached bytecode each process compiles torch and transformers anew, which takes six seconds of a core.

@@ -26,7 +26,7 @@ class TestOneWriter:
         second = cluster.member()
         assert first.poll(0.05) is None
         first.commit(decided(0, outcome_of("f0")))
-        assert second.membership(0.05) == "standby"
+        cluster.wait_for_membership(second, "standby")
         first.close()
         cluster.take_over(second)
         second.commit(decided(1, outcome_of("f1")))
