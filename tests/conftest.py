@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.rotation import PARTS, QUARTERS, part_of_commit, rotate
+from tests.support.rotation import COMBINATIONS, PARTS, QUARTERS, part_of_commit, rotate
 from tests.support.scheduling import arrange, make_scheduler
 from tests.support.shared_server import SharedServer, address_from
 
@@ -97,8 +97,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     """The part of the long runs and of the slow tests, and the option that runs it again."""
     part = config.option.part
-    slow = f"quarter {part % QUARTERS} of {QUARTERS}" if config.option.rotate else "all"
-    return f"long runs: part {part} of {PARTS}; slow tests: {slow}; --part {part} runs the same again"
+    slow = f"quarter {part // PARTS} of {QUARTERS}" if config.option.rotate else "all"
+    return f"long runs: part {part % PARTS} of {PARTS}; slow tests: {slow}; --part {part} runs the same again"
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -108,7 +108,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     text = "tell the whole story of what can fail so many times, in random orders; 0: a short one, once"
     parser.addoption("--chaos", type=int, default=0, help=text)
     text = "the part of each long run that is run without --chaos; default: the commit's"
-    parser.addoption("--part", type=int, choices=range(PARTS), help=text)
+    parser.addoption("--part", type=int, choices=range(COMBINATIONS), help=text)
     parser.addoption("--rotate", action="store_true", help="run a quarter of the slow tests; the part chooses which")
     parser.addoption("--containers", action="store_true", help="run the Compose file, which takes minutes")
 

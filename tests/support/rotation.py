@@ -4,8 +4,8 @@
    part, and `--chaos N` all of them.
 2. A test marked `slow` takes more than about four seconds of a core. With `--rotate`, as in `make test`, a quarter of
    these runs. Without it, as in `make nightly`, all do.
-3. The commit's hash chooses the part, and the part the quarter. The same commit runs the same tests anywhere. The
-   first lines of the report name the part; `--part N` chooses it.
+3. The commit's hash chooses one of `COMBINATIONS` of part and quarter. The same commit runs the same tests anywhere.
+   The first lines of the report name the combination; `--part N` chooses it.
 """
 
 import subprocess
@@ -23,24 +23,27 @@ PARTS = 10
 QUARTERS = 4
 """Each push runs one slow test in so many."""
 
+COMBINATIONS = PARTS * QUARTERS
+"""Part and quarter are chosen apart, so that each part of a long run that is slow has its turn."""
+
 SECONDS_OF_A_DAY = 86_400
 
 
 def part_of_commit() -> int:
-    """The part for the commit that is checked out; without git, the part for the day."""
+    """The combination for the commit that is checked out; without git, the one for the day."""
     command = ["git", "rev-parse", "HEAD"]
     try:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:
         found = ""
-    return int(found, 16) % PARTS if found else int(time.time() // SECONDS_OF_A_DAY) % PARTS
+    return (int(found, 16) if found else int(time.time() // SECONDS_OF_A_DAY)) % COMBINATIONS
 
 
 def parts(config: pytest.Config) -> range:
     """The parts that this run has: all with `--chaos`, else one."""
     if config.getoption("--chaos"):
         return range(PARTS)
-    part = config.getoption("--part")
+    part = config.getoption("--part") % PARTS
     return range(part, part + 1)
 
 
@@ -48,7 +51,7 @@ def rotate(items: Iterable[pytest.Item], part: int) -> tuple[list[pytest.Item], 
     """The tests of a part, and those left out. A part has all tests but the slow ones of other quarters."""
     chosen: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
     for item in items:
-        is_left_out = item.get_closest_marker("slow") is not None and quarter_of(item) != part % QUARTERS
+        is_left_out = item.get_closest_marker("slow") is not None and quarter_of(item) != part // PARTS
         chosen[is_left_out].append(item)
     return chosen
 

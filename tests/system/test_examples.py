@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -22,12 +23,18 @@ from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import ChatMessage, Inputs, Outputs, Prediction, Request, encode
 from tests.support.forked_commands import Forked
 from tests.support.repository import ROOT
+from tests.support.running import wait_until
 from tests.support.tiny_models import texts
 
 pytestmark = pytest.mark.kafka
 
 EXAMPLES = ROOT / "examples"
 PROMPTS = texts(4, seed=51, shortest=6, longest=9)
+
+
+def is_past(milliseconds: int) -> bool:
+    """Whether the clock, in milliseconds, is later than this time of a record."""
+    return 1000 * time.time() >= milliseconds + 1
 
 
 @dataclass(frozen=True)
@@ -113,8 +120,8 @@ def test_a_review_shows_the_newest_answer_of_each_prompt_and_chats_by_message(
             v=1, request_id=f"r{number}", outputs=Outputs(text=text), codebook_seq=1, term=1, model="m", replica="r",
             latency_ms=1.0,
         )  # fmt: skip
-        writer.send(settings.kafka.topic("predictions"), encode(answer), partition=partition).get(timeout=30)
-        time.sleep(0.01)  # so that no two records have the same time
+        sent = writer.send(settings.kafka.topic("predictions"), encode(answer), partition=partition).get(timeout=30)
+        wait_until(partial(is_past, sent.timestamp), what="a later millisecond, for a later record")
     writer.send(settings.kafka.topic("requests"), b"no request").get(timeout=30)
     writer.close()
     done = Deployment(settings, ()).run("review.py", "--author", "ann", given="\n\n")

@@ -1,7 +1,6 @@
 """`up` shows that it works while it loads the model."""
 
 import io
-import time
 
 import pytest
 from rich.console import Console
@@ -9,6 +8,7 @@ from rich.console import Console
 from gracestream.pipeline.settings import load_settings
 from gracestream.workers import bootstrap
 from gracestream.workers.cli import stack
+from tests.support.running import wait_until
 
 CHECKING = "checking the model smollm2 and its layer model.layers.3: about a minute on two cores\n"
 
@@ -21,7 +21,8 @@ def test_a_terminal_shows_a_spinner_while_the_model_loads(monkeypatch: pytest.Mo
 
     def load_slowly(*_: object) -> None:
         nonlocal shown_meanwhile
-        time.sleep(0.3)
+        if is_terminal:
+            wait_until(lambda: "loading the model" in console.file.getvalue())  # type: ignore[attr-defined]
         shown_meanwhile = console.file.getvalue()  # type: ignore[attr-defined]
 
     monkeypatch.setattr(bootstrap, "load_model", load_slowly)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.repository import ROOT
-from tests.support.rotation import PARTS, QUARTERS, part_of_commit, parts, rotate
+from tests.support.rotation import COMBINATIONS, PARTS, part_of_commit, parts, rotate
 from tests.support.scheduling import LONG_FILES, arrange, piece_of
 
 
@@ -48,9 +48,9 @@ def test_a_commit_always_has_the_same_part(request: pytest.FixtureRequest) -> No
 
 def test_without_git_the_day_chooses_the_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.rotation.ROOT", tmp_path)
-    assert part_of_commit() in range(PARTS)
+    assert part_of_commit() in range(COMBINATIONS)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert part_of_commit() in range(PARTS)
+    assert part_of_commit() in range(COMBINATIONS)
 
 
 def collect(*arguments: str) -> str:
@@ -60,8 +60,8 @@ def collect(*arguments: str) -> str:
 
 def test_the_report_says_how_to_run_the_same_part_again() -> None:
     for arguments, slow in (([], "all"), (["--rotate"], "quarter 3 of 4")):
-        report = collect("-v", "--part", "7", "tests/unit/wording", *arguments)
-        line = f"long runs: part 7 of 10; slow tests: {slow}; --part 7 runs the same again"
+        report = collect("-v", "--part", "37", "tests/unit/wording", *arguments)
+        line = f"long runs: part 7 of 10; slow tests: {slow}; --part 37 runs the same again"
         assert line in report.splitlines(), report
 
 
@@ -86,12 +86,12 @@ def test_each_slow_test_runs_in_one_quarter_and_all_others_in_each() -> None:
     fast = [Marked("test_a.py::test_fast")]
     everything: Any = [*slow, *fast, *together]
     quarters: list[set[Any]] = []
-    for part in range(PARTS):
+    for part in range(COMBINATIONS):
         kept, left_out = rotate(everything, part)
         assert {*kept, *left_out} == {*everything}
         quarters.append({*kept})
-    assert all(kept == quarters[part % QUARTERS] for part, kept in enumerate(quarters))
+    assert all(kept == quarters[part // PARTS * PARTS] for part, kept in enumerate(quarters))
     assert all(kept & {*slow} for kept in quarters)
-    assert all(sum(item in kept for kept in quarters[:QUARTERS]) == 1 for item in [*slow, *together])
-    assert sorted(len(kept & {*together}) for kept in quarters[:QUARTERS]) == [0, 0, 0, 3]
+    assert all(sum(item in kept for kept in quarters[::PARTS]) == 1 for item in [*slow, *together])
+    assert sorted(len(kept & {*together}) for kept in quarters[::PARTS]) == [0, 0, 0, 3]
     assert all(fast[0] in kept for kept in quarters)
