@@ -60,8 +60,12 @@ MAX_CENTER_SAMPLE = 2048
 FAISS_GPU_BYTES = 256 * 2**20
 """Memory that FAISS reserves on a GPU for temporary data. Its default is 1.5 GiB."""
 
-FAISS_TILE_KEYS = 2**18
-"""Most keys per tile in FAISS: half of 1 GiB of float32 distances for 512 queries (`chooseTileSize`, FAISS 1.15)."""
+MAX_FAISS_GPU_KEYS = 2**18
+"""Most keys that FAISS searches on a GPU: one tile (`chooseTileSize`, FAISS 1.15).
+
+FAISS computes the norms of all keys in each call, so it reads them twice. On an H200, one query takes as long as with
+torch among 100,000 keys of 1,536 dimensions, and three times as long among a million (8.4 and 2.8 ms).
+"""
 
 _FLOAT32_INFO = torch.finfo(torch.float32)
 _MAX_SAFE_SQUARE = 1e38
@@ -300,19 +304,13 @@ class _CenteredSearch(KeySearch):
         last_square_B, slots_BK = self._nearest_points(points_BD, norms_B, count)
         return _ProposedCandidates(slots_BK, last_square_B, norms_B)
 
-    @abstractmethod
     def _nearest_points(
         self, points_BD: torch.Tensor, norms_B: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The squared distance (B), float64, of the last candidate, and the slots (B, K) of the nearest points."""
+        """The squared distance (B), float64, of the last candidate, and the slots (B, K) of the nearest points.
 
-
-class TorchSearch(_CenteredSearch):
-    """Products by torch, on any device. The norms of keys are precomputed, so a search reads the keys once."""
-
-    def _nearest_points(
-        self, points_BD: torch.Tensor, norms_B: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        The norms of keys are precomputed, so this reads the keys once.
+        """
         step = max(MIN_PRODUCT_KEYS, MAX_PRODUCT_ELEMENTS // max(1, len(points_BD)))
         best_by_chunk, slots_by_chunk = [], []
         for start in range(0, self._count, step):
@@ -330,8 +328,12 @@ class TorchSearch(_CenteredSearch):
         return norms_B.square() - 2 * best_BK[:, -1].double(), slots_BK
 
 
+class TorchSearch(_CenteredSearch):
+    """Products by torch, on any device."""
+
+
 class FaissOnGpu(_CenteredSearch):
-    """Products by FAISS on an NVIDIA GPU."""
+    """Products by FAISS on an NVIDIA GPU; by torch for more than `MAX_FAISS_GPU_KEYS` keys."""
 
     def __init__(self, device: torch.device, get_keys: Callable[[], np.ndarray]) -> None:
         super().__init__(device, get_keys)
@@ -341,7 +343,8 @@ class FaissOnGpu(_CenteredSearch):
     def _nearest_points(
         self, points_BD: torch.Tensor, norms_B: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        del norms_B
+        if self._count > MAX_FAISS_GPU_KEYS:
+            return super()._nearest_points(points_BD, norms_B, count)
         step = max_queries_per_call(self._count, count)
         parts = [
             self._knn(points_BD[start : start + step], self._centered_keys[: self._count], count)
@@ -352,11 +355,11 @@ class FaissOnGpu(_CenteredSearch):
 
     def _knn(self, points_BD: torch.Tensor, points_ND: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared distances (B, K) and slots (B, K) of the `count` nearest points."""
-        faiss: Any = load_faiss()
+        faiss, resources = _load_faiss_gpu()
         # FAISS aborts the process on a CUDA error. Synchronising raises an earlier kernel's error as an exception.
         torch.cuda.current_stream(self.device).synchronize()
         squares_and_slots: tuple[torch.Tensor, torch.Tensor] = retry_on_memory_error(
-            lambda: faiss.knn_gpu(_gpu_resources(), points_BD, points_ND, count)
+            lambda: faiss.knn_gpu(resources, points_BD, points_ND, count)
         )
         return squares_and_slots
 
@@ -366,11 +369,9 @@ def max_queries_per_call(key_count: int, candidate_count: int) -> int:
 
     Beyond its own memory, FAISS allocates from CUDA in each call. This synchronises the GPU and is not logged.
     """
-    tile_keys = min(key_count, FAISS_TILE_KEYS)
-    tile_count = -(-key_count // tile_keys)
-    # Per query, each of two streams holds float32 distances to the keys of one tile. It also holds the candidates of
-    # all tiles: float32 distances and 8-byte slots. The last 4 bytes are the query's norm.
-    bytes_per_query = 2 * (4 * tile_keys + (4 + 8) * tile_count * candidate_count) + 4
+    # Per query, each of two streams holds float32 distances to all keys. It also holds the candidates: float32
+    # distances and 8-byte slots. The last 4 bytes are the query's norm.
+    bytes_per_query = 2 * (4 * key_count + (4 + 8) * candidate_count) + 4
     free_bytes = (
         FAISS_GPU_BYTES - 4 * key_count - 8 * 256
     )  # the keys' norms; each of eight arrays is rounded up to 256 bytes
@@ -399,20 +400,22 @@ def load_faiss() -> ModuleType | None:
         return importlib.import_module("faiss")
     except ModuleNotFoundError:
         return None
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # faiss-gpu raises the last two without CUDA's libraries
         warnings.warn(f"FAISS cannot be loaded ({error}): torch searches the keys instead", stacklevel=2)
         return None
 
 
 @functools.cache
-def _gpu_resources() -> Any:
-    """FAISS's resources on the GPU. One object per process, since each one reserves its own memory."""
+def _load_faiss_gpu() -> tuple[Any, Any]:
+    """FAISS's module and its resources on the GPU. One object per process, since each one reserves its own memory."""
     faiss: Any = load_faiss()
-    importlib.import_module("faiss.contrib.torch_utils")  # lets FAISS take CUDA tensors, on torch's stream
+    # Replaces functions of FAISS by others that take CUDA tensors, on torch's stream. No function of it may be looked
+    # up before.
+    importlib.import_module("faiss.contrib.torch_utils")
     resources = faiss.StandardGpuResources()
     resources.setTempMemory(FAISS_GPU_BYTES)
     resources.setPinnedMemory(0)  # nothing is copied from the host
-    return resources
+    return faiss, resources
 
 
 def retry_on_memory_error(search: Callable[[], T]) -> T:

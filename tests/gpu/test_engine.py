@@ -31,15 +31,16 @@ from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.sentence_encoder import SentenceEncoder
+from gracestream.pipeline.search import key_search
 from gracestream.pipeline.search.distance import exact_distances
 from gracestream.pipeline.search.key_search import (
     FAISS_GPU_BYTES,
-    FAISS_TILE_KEYS,
+    MAX_FAISS_GPU_KEYS,
     FaissOnGpu,
     KeySearch,
     KeySearchResult,
     TorchSearch,
-    _gpu_resources,
+    _load_faiss_gpu,
     load_faiss,
     max_queries_per_call,
     search_class_for,
@@ -151,6 +152,18 @@ def test_lookups_equal_those_of_brute_force(backend: Backend, norm: float, sprea
     assert 0 < sum(slot >= 0 for slot in covering.slots_B.tolist()) < len(queries_BD)
 
 
+@pytest.mark.gpu
+def test_torch_searches_more_keys_than_faiss_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(load_faiss(), "StandardGpuResources"):
+        pytest.skip("faiss-gpu is not installed")
+    queries_BD, codebook = scene(1, 100.0, 1.0)
+    index = Backend("cuda", FaissOnGpu).index(codebook)
+    monkeypatch.setattr(key_search, "MAX_FAISS_GPU_KEYS", len(codebook) - 1)
+    monkeypatch.setattr(FaissOnGpu, "_knn", lambda *_: pytest.fail("FAISS searched"))
+    found = index.nearest(torch.from_numpy(queries_BD).to("cuda"))
+    assert found.slots_B.tolist() == brute_force(queries_BD, codebook)[0]
+
+
 def test_all_keys_are_compared_only_if_candidates_do_not_decide(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +192,8 @@ def test_a_lookup_is_one_search_and_one_synchronisation(backend: Backend, monkey
         index.nearest_within_radius(device_BD)
     assert searches == [INITIAL_CANDIDATES]
     if backend.search is TorchSearch:
-        assert sum("synchroniz" in str(one.message) for one in caught) == (backend.device == "cuda")
+        synchronisations = [one for one in caught if "called a synchronizing" in str(one.message)]
+        assert len(synchronisations) == (backend.device == "cuda")
 
 
 @contextmanager
@@ -434,13 +448,11 @@ def test_a_batch_beyond_the_memory_of_faiss_is_searched_in_parts(monkeypatch: py
 
 
 @pytest.mark.parametrize("count", [INITIAL_CANDIDATES, MAX_CANDIDATES])
-@pytest.mark.parametrize("keys", [1000, FAISS_TILE_KEYS, 2_000_000])
+@pytest.mark.parametrize("keys", [1000, MAX_FAISS_GPU_KEYS])
 def test_a_call_of_faiss_stays_within_its_memory(keys: int, count: int) -> None:
     """Sums the rounded-up arrays that FAISS's `runDistance` allocates. A normal batch is one call."""
     queries = max_queries_per_call(keys, count)
-    compared = min(keys, FAISS_TILE_KEYS)
-    tiles = math.ceil(keys / compared)
-    numbers = [queries * compared, queries * tiles * count, 2 * queries * tiles * count]
+    numbers = [queries * keys, queries * count, 2 * queries * count]
     arrays = [4 * number for number in (keys, queries, *numbers, *numbers)]
     assert sum(256 * math.ceil(size / 256) for size in arrays) <= FAISS_GPU_BYTES
     assert queries >= 64
@@ -535,10 +547,10 @@ class TestOnGpu:
     def test_a_large_batch_fits_the_reserved_memory_of_faiss(self, capfd: pytest.CaptureFixture[str]) -> None:
         if not hasattr(load_faiss(), "StandardGpuResources"):
             pytest.skip("faiss-gpu is not installed")
-        keys_ND = np.random.default_rng(6).standard_normal((FAISS_TILE_KEYS + 1000, 64), np.float32)
+        keys_ND = np.random.default_rng(6).standard_normal((MAX_FAISS_GPU_KEYS, 64), np.float32)
         search = FaissOnGpu(torch.device("cuda"), lambda: keys_ND)
         search.sync(None)
-        resources = _gpu_resources()
+        _, resources = _load_faiss_gpu()
         resources.setLogMemoryAllocations(True)
         try:
             search.search(torch.zeros(512, 64, device="cuda"), MAX_CANDIDATES)
