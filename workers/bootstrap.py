@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import structlog
 
-from gracestream.pipeline.codebook import DTYPE_TOLERANCES
 from gracestream.pipeline.device import cuda_unavailable_reason, device_name, driver_version
 from gracestream.pipeline.editing import EditConfig, ValueTrainingConfig
 from gracestream.pipeline.kafka import (
@@ -170,13 +169,6 @@ def load_worker_model(kind: WorkerKind, settings: Settings) -> EditableModel:
         device=device_name(model.device),
         dtype=model.dtype,
     )
-    if model.device.type not in DTYPE_TOLERANCES[model.query_dtype].measured_on:
-        log.warning(
-            "tolerance_not_measured",
-            dtype=model.query_dtype,
-            device=model.device.type,
-            consequence="the same input may be treated as a different one in another batch, or on another device",
-        )
     if model.device.type == "cpu" and choice.device == "auto" and (driver := driver_version()) is not None:
         log.warning(
             "gpu_not_used",

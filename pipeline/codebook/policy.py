@@ -14,36 +14,24 @@ MAX_TRAFFIC_FRACTION = 0.8
 """A radius is at most this fraction of the distance to the nearest unflagged query."""
 
 
-@dataclass(frozen=True, slots=True)
-class RelativeTolerance:
-    """How far an activation moves with batch composition and padding, relative to its norm.
-
-    Attributes:
-        relative: The tolerance, as a fraction of the norm.
-        measured_on: Kinds of devices (`cpu`, `cuda`), alone or together, on which `pipeline.editing.tolerance`
-            measured it. Elsewhere it is an assumption.
-    """
-
-    relative: float
-    measured_on: tuple[str, ...]
-
-
 DTYPE_TOLERANCES = {
-    "float32": RelativeTolerance(6e-6, measured_on=("cpu",)),
-    "float16": RelativeTolerance(2.0**-9, measured_on=("cpu",)),
-    "bfloat16": RelativeTolerance(2.0**-6, measured_on=("cpu",)),
+    "float32": 6e-6,
+    "float16": 2.0**-7,
+    "bfloat16": 2.0**-5,
 }
-"""Numerical tolerance by the model's dtype. Measured on a CPU only, not on a GPU or between a GPU and a CPU.
+"""How far a query may move with its batch, its padding and the device, relative to its norm; by its dtype.
 
-Measured maxima with SmolLM2: 2.8e-6 in float32 (2.8e-5 absolute), 0 in float16, and 0.022 in bfloat16. The value for
-float32 is twice its maximum, since other inputs, threads and processors may move a query farther. The maximum for
-bfloat16 exceeds its value of 0.0156. But it is below the smallest radius of a new entry, which is twice the tolerance.
+Measured by `pipeline.editing.tolerance` on CPUs, on an H200, and between an H200 and a CPU.
+
+The maxima were 2.8e-6 in float32, 0.0076 in float16, and 0.029 in bfloat16. The value for float32 is twice its
+maximum, since other inputs, threads and processors may move a query farther. The values for halves exceed their maxima
+by little. But the smallest radius of a new entry is twice the tolerance.
 """
 
 
 def match_tolerance(norm: float, dtype: str) -> float:
     """The distance up to which two queries count as the same input in different batches. `norm` is the query's."""
-    return max(2e-4, DTYPE_TOLERANCES[dtype].relative * norm)
+    return max(2e-4, DTYPE_TOLERANCES[dtype] * norm)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,12 +56,12 @@ def _case(name: str, models: Sequence[EditableModel], inputs: Sequence[str]) -> 
         noise_by_comparison["with-cpu"] = measure_query_noise(*models, inputs=inputs[-CPU_INPUTS:])
     for comparison, noise in noise_by_comparison.items():
         path = f"tolerance/{name}/{dtype}/{comparison}"
-        yield Row(f"{path}/relative", noise.relative, "relative", DTYPE_TOLERANCES[dtype].relative)
+        yield Row(f"{path}/relative", noise.relative, "relative", DTYPE_TOLERANCES[dtype])
         yield Row(f"{path}/of-tolerance", noise.of_tolerance, "x", 1)
         if not noise.of_tolerance <= MIN_RADIUS:  # also true for NaN
             errors.append(
                 f"{comparison}: a query moves by {noise.relative:.3g} of its norm, {noise.of_tolerance:.3g} times the"
-                f" tolerance; raise DTYPE_TOLERANCES[{dtype!r}] (now {DTYPE_TOLERANCES[dtype].relative:.3g})"
+                f" tolerance; raise DTYPE_TOLERANCES[{dtype!r}] (now {DTYPE_TOLERANCES[dtype]:.3g})"
             )
     if errors:
         raise CheckError("; ".join(errors))

@@ -21,7 +21,6 @@ MEANINGS = {
         "redis_wait_timeout": "Redis did not answer in time at the start.",
         "model_build_progress": "A model that is known by name is being built in the cache.",
         "model_loaded": "The model is on its device. `query` says what makes the queries: a token or the encoder.",
-        "tolerance_not_measured": "Numerical tolerances of this data type are not measured on this device.",
         "gpu_not_used": "The machine has a driver for a GPU, but PyTorch cannot use it.",
         "worker_ready": "The worker can take work: `/ready` answers 200. An editor also logs its `leadership`"
         " each time it changes, and once it leads the `feedback_offset` where it goes on.",
