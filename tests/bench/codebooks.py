@@ -60,6 +60,21 @@ def filled(model: str, layer: str, keys_ND: np.ndarray, radii_N: np.ndarray, wid
     return codebook
 
 
+def extended(codebook: Codebook, keys_ND: np.ndarray, radii_N: np.ndarray) -> Codebook:
+    """A codebook with one more entry per key; the values of the new entries are zeros."""
+    count, total = len(keys_ND), len(codebook) + len(keys_ND)
+    longer = Codebook("default", codebook.model, codebook.layer)
+    longer.restore(
+        seq=total, term=1, digest=GENESIS_DIGEST,
+        entry_ids=[*codebook.entry_ids, *(f"e{number}" for number in range(count))],
+        labels=[*codebook.labels, *[(0,)] * count], wordings=[*codebook.wordings, *[""] * count],
+        keys_ND=np.concatenate([codebook.keys_ND, keys_ND]),
+        values_NV=np.concatenate([codebook.values_NV, np.zeros((count, codebook.values_NV.shape[1]), np.float32)]),
+        radii_N=np.concatenate([codebook.radii_N, radii_N]),
+    )  # fmt: skip
+    return longer
+
+
 def value_width(module: torch.nn.Module, width: int) -> int:
     """The output width of a module for an input of this width."""
     inputs_11D = next(module.parameters()).new_zeros(1, 1, width)

@@ -30,9 +30,9 @@ from gracestream.pipeline.model.engines.batch import BatchEngine
 from gracestream.pipeline.model.engines.continuous import ContinuousEngine
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.workers.bootstrap import edit_config_from_settings, load_model
+from tests.bench.contenders import make_request, run_engine
 from tests.bench.edits import fraction
 from tests.bench.framework import Options, Row
-from tests.bench.serving import make_request, run_engine
 from tests.bench.stream.corrections import Correction, Data
 from tests.bench.stream.edits import STREAM_KINDS, PromptCache
 from tests.bench.stream.identity import stream_key

@@ -35,9 +35,7 @@ Settings:
 import itertools
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
@@ -46,21 +44,26 @@ import numpy as np
 import torch
 
 from gracestream.deploy.demo.cases import DemoCase, load_script
-from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.result import make_correction
-from gracestream.pipeline.model.batch import Prompt
-from gracestream.pipeline.model.editable import EditableModel, Prefill
-from gracestream.pipeline.model.engines.base import Finished
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.engines.batch import BatchEngine
 from gracestream.pipeline.model.engines.continuous import ContinuousEngine
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.schemas.deltas import GENESIS_DIGEST
-from gracestream.schemas.messages import Parameters
 from gracestream.workers.bootstrap import load_model
-from tests.bench.codebooks import queries, radii_of, stored
+from tests.bench.codebooks import extended, queries, radii_of, stored
+from tests.bench.contenders import (
+    Answered,
+    BenchRequest,
+    Contender,
+    Generate,
+    WithoutCodebook,
+    make_request,
+    run_engine,
+    run_manager,
+)
 from tests.bench.framework import Options, Row
 from tests.bench.models import questions
 
@@ -71,38 +74,6 @@ ROUNDS = 3
 LOADS = (0.5, 0.8, 0.95)
 MAX_OF_BARE, MAX_OF_BATCH, MAX_SHORT_OF_BATCH, MAX_OF_PLAIN, MAX_DECODE_OF_PLAIN = 1.05, 0.6, 0.1, 1.02, 1.0
 RADIUS_QUERIES = 512
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BenchRequest:
-    """A request, the clock at which it arrives, and the target if it is corrected."""
-
-    prompt: Prompt
-    parameters: Parameters
-    batch_key: object
-    arrival: float = 0.0
-    target: str = ""
-
-
-@dataclass(slots=True)
-class Answered:
-    """What a contender did.
-
-    Attributes:
-        cpu: CPU seconds.
-        decode_cpu: CPU seconds of the steps that no request joined.
-        latencies: Seconds from arrival to answer, by the identity of the request.
-        texts: Answers, by the identity of the request; of engines with a codebook only.
-    """
-
-    cpu: float = 0.0
-    decode_cpu: float = 0.0
-    latencies: dict[int, float] = field(default_factory=dict)
-    texts: dict[int, str] = field(default_factory=dict)
-
-
-Contender = Callable[[Sequence[BenchRequest]], Answered]
-"""Answers all requests."""
 
 
 def run(options: Options) -> Iterator[Row]:
@@ -137,20 +108,11 @@ def _correct(engine: EditEngine, options: Options) -> list[DemoCase]:
 
 def _with_entries(engine: EditEngine, count: int) -> CodebookLookup:
     """The engine's entries with many others, whose keys lie where queries lie."""
-    model, edited = engine.model, engine.codebook
+    model = engine.model
     prompts = [model.task.tokenize(text) for text in itertools.islice(questions(), 2048 + RADIUS_QUERIES)]
     found_ND = queries(model, prompts)
     keys_ND = stored(found_ND[RADIUS_QUERIES:], count)
-    total = len(edited) + count
-    codebook = Codebook("default", model.fingerprint, model.layer)
-    codebook.restore(
-        seq=total, term=1, digest=GENESIS_DIGEST,
-        entry_ids=[*edited.entry_ids, *(f"e{number}" for number in range(count))],
-        labels=[*edited.labels, *[(0,)] * count], wordings=[*edited.wordings, *[""] * count],
-        keys_ND=np.concatenate([edited.keys_ND, keys_ND]),
-        values_NV=np.concatenate([edited.values_NV, np.zeros((count, edited.values_NV.shape[1]), np.float32)]),
-        radii_N=np.concatenate([edited.radii_N, radii_of(keys_ND, found_ND[:RADIUS_QUERIES])]),
-    )  # fmt: skip
+    codebook = extended(engine.codebook, keys_ND, radii_of(keys_ND, found_ND[:RADIUS_QUERIES]))
     return CodebookLookup(codebook, KeyIndex(codebook, model.device))
 
 
@@ -176,7 +138,7 @@ def serving_rows(
         for text, length in zip(texts, lengths.tolist(), strict=True)
     ]
     yield from _setting_rows("serving/smollm2/backlog", contenders, backlog, options)
-    cpu = contenders["continuous"](backlog).cpu
+    cpu = contenders["continuous"](backlog).seconds
     for load in LOADS[:1] if options.quick else LOADS:
         gaps = np.random.default_rng(3).exponential(cpu / NUM_LOADED / load, NUM_LOADED)
         arrivals = np.cumsum(gaps).tolist()
@@ -185,11 +147,6 @@ def serving_rows(
             for one, arrival in zip(backlog, arrivals, strict=True)
         ]
         yield from _setting_rows(f"serving/smollm2/load-{load:g}", contenders, requests, options)
-
-
-def make_request(model: EditableModel, inputs: Any, target: str = "", **fields: int) -> BenchRequest:
-    prompt, parameters = model.task.tokenize(inputs), Parameters(**fields)
-    return BenchRequest(prompt, parameters, model.task.batch_key(prompt, parameters), target=target)
 
 
 def _setting_rows(
@@ -225,7 +182,7 @@ def _setting_rows(
 
 def _figures(answered: Answered, requests: Sequence[BenchRequest]) -> dict[str, float]:
     """The figures of one contender in one round, by metric."""
-    figures = {"cpu": answered.cpu, "decode": answered.decode_cpu} | _percentiles(
+    figures = {"cpu": answered.seconds, "decode": answered.decode_seconds} | _percentiles(
         "", [answered.latencies[id(one)] for one in requests]
     )
     if short := [one for one in requests if one.target]:
@@ -241,16 +198,16 @@ def _percentiles(prefix: str, seconds: Sequence[float]) -> dict[str, float]:
 
 def _contenders(model: EditableModel, lookup: CodebookLookup) -> dict[str, Contender]:
     def engine(made: Callable[[], Any]) -> Contender:
-        return lambda requests: run_engine(made(), requests)
+        return lambda requests: run_engine(made(), requests, model.device)
 
     limits: dict[str, Any] = {"max_rows": NUM_REQUESTS, "check_answers": True}
-    bare: Any = _WithoutCodebook(model)
+    bare: Any = WithoutCodebook(model)
     return {
         "continuous": engine(lambda: ContinuousEngine(model, lookup, **limits)),
         "batch": engine(lambda: BatchEngine(model, lookup, **limits)),
         "bare": engine(lambda: ContinuousEngine(bare, lookup, **limits)),
-        "generate": engine(lambda: _Generate(model)),
-        "transformers": lambda requests: _run_manager(model, requests),
+        "generate": engine(lambda: Generate(model, NUM_REQUESTS)),
+        "transformers": lambda requests: run_manager(model, requests),
     }
 
 
@@ -264,85 +221,3 @@ def _vllm_contenders(model: EditableModel, lookup: CodebookLookup, settings: Set
             return run_engine(engine, requests)
 
     return {"vllm": lambda requests: run_engine(vllm.corrected(lookup), requests), "vllm-plain": plain}
-
-
-class _WithoutCodebook:
-    """A model whose prompts are not looked up."""
-
-    def __init__(self, model: EditableModel) -> None:
-        self.task, self.device, self._model = model.task, model.device, model
-
-    def prefill(self, prompts: Sequence[Prompt], _lookup: CodebookLookup | None) -> Prefill:
-        prefill = self._model.prefill(prompts, None)
-        return Prefill(prefill.logits_BC, prefill.cache, [None] * len(prompts))
-
-
-class _Generate:
-    """`generate` as an engine: a batch in order of arrival, up to its longest answer."""
-
-    active = 0
-
-    def __init__(self, model: EditableModel) -> None:
-        self._model = model
-
-    def select(self, waiting: Sequence[BenchRequest]) -> list[int]:
-        return list(range(min(len(waiting), NUM_REQUESTS)))
-
-    def step(self, joining: Sequence[BenchRequest]) -> list[Finished[BenchRequest]]:
-        task: Any = self._model.task
-        longest = max((request.parameters for request in joining), key=task.max_generated_tokens)
-        with torch.inference_mode():
-            task.run(task.batch([request.prompt for request in joining]), [longest])
-        return [Finished(request, None, None) for request in joining]
-
-
-def run_engine(engine: Any, requests: Sequence[BenchRequest]) -> Answered:
-    """Answer requests that arrive by the clock. While an engine has nothing to do, the clock jumps to the next one."""
-    clock, answered = 0.0, Answered()
-    arriving = sorted(requests, key=lambda request: request.arrival)
-    waiting: list[BenchRequest] = []
-    while len(answered.latencies) < len(requests):
-        if not waiting and not engine.active:
-            clock = max(clock, arriving[0].arrival)
-        while arriving and arriving[0].arrival <= clock:
-            waiting.append(arriving.pop(0))
-        started = time.process_time()
-        chosen = set(engine.select(waiting)) if waiting else set()
-        finished = engine.step([waiting[index] for index in sorted(chosen)])
-        seconds = time.process_time() - started
-        clock, answered.cpu = clock + seconds, answered.cpu + seconds
-        answered.decode_cpu += 0.0 if chosen else seconds
-        waiting = [request for index, request in enumerate(waiting) if index not in chosen]
-        for one in finished:
-            answered.latencies[id(one.request)] = clock - one.request.arrival
-            if one.served is not None:
-                answered.texts[id(one.request)] = one.served.answer.outputs.text
-    return answered
-
-
-def _run_manager(model: EditableModel, requests: Sequence[BenchRequest]) -> Answered:
-    """Answer requests with transformers' manager, which runs in a thread of its own."""
-    from transformers.generation import ContinuousBatchingConfig  # noqa: PLC0415 - only this contender needs it
-
-    config = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)
-    manager = model.module.init_continuous_batching(
-        generation_config=model.module.generation_config, continuous_batching_config=config
-    )
-    manager.start()
-    started = time.process_time()
-    try:
-        for number, request in enumerate(requests):
-            manager.add_request(
-                list(request.prompt.token_ids), request_id=str(number), max_new_tokens=request.parameters.max_new_tokens
-            )
-        answered = Answered()
-        while len(answered.latencies) < len(requests):
-            result = manager.get_result(timeout=300)
-            if result is None:
-                raise TimeoutError("transformers' manager gave no result for 300 s")
-            if result.is_finished():
-                answered.latencies[id(requests[int(result.request_id)])] = time.process_time() - started
-        answered.cpu = time.process_time() - started
-        return answered
-    finally:
-        manager.stop(block=True)

@@ -18,6 +18,9 @@ part fails if one of its checks fails.
 - `edit`: corrections per second, one at a time and 16 waiting together. The baseline is a textbook GRACE with frozen
   weights and the same number of steps. `smollm2` uses the default recipe on the demo's facts.
 - `serve`: answers per second with an empty and a filled codebook. The baseline is the unedited model; they take turns.
+- `engines`: answers per second of the continuous and the batch engine to a backlog of corrected and long requests,
+  with 100,000 further entries. `bare`: the continuous engine without a codebook. The baseline is transformers'
+  `generate`, 32 requests at a time. Check: each corrected request gets its target.
 - `memory`: bytes on the device of an index, compared with its keys, and of a model, compared with its weights. Also the
   peak memory that serving and editing add.
 """

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-PARTS = ("tests", "lookup", "tolerance", "determinism", "edit", "serve", "memory")
+PARTS = ("tests", "lookup", "tolerance", "determinism", "edit", "serve", "engines", "memory")
 
 Status = Literal["running", "passed", "failed", "skipped"]
 
