@@ -366,20 +366,17 @@ class KeyIndex:
         candidate_count = INITIAL_CANDIDATES
         while open_rows and candidate_count <= MAX_CANDIDATES:
             open_queries_BD = queries_BD if len(open_rows) == len(queries_BD) else queries_BD[open_rows]
-            search_result = self._search.search(open_queries_BD, min(candidate_count, count))
+            found = self._search.search(open_queries_BD, min(candidate_count, count))
             unproven_rows = []
-            for place, (row, summary_4) in enumerate(zip(open_rows, search_result.summary_B4.tolist(), strict=True)):
-                finite, proven, slot, distance = summary_4
-                if finite and not proven:
+            for place, row in enumerate(open_rows):
+                if not found.finite_B[place]:
+                    continue
+                if not found.proven_B[place]:
                     unproven_rows.append(row)
-                elif finite:
-                    tied_slots = (
-                        search_result.slots_BK[place][search_result.distances_BK[place] == distance]
-                        if slot == NO_SLOT
-                        else None
-                    )
-                    nearest.slots_B[row] = int(slot) if tied_slots is None else self._first_by_id(tied_slots.tolist())
-                    nearest.distances_B[row] = distance
+                    continue
+                distances_K = found.distances_BK[place]
+                slots = found.slots_BK[place][distances_K == distances_K.min()]
+                self._set_nearest(nearest, row, slots, float(distances_K.min()))
             open_rows = unproven_rows
             candidate_count *= 8
         all_slots_N = np.arange(count)

@@ -74,18 +74,19 @@ _MAX_SAFE_SQUARE = 1e38
 
 @dataclass(frozen=True, slots=True)
 class KeySearchResult:
-    """The result of a search for B queries.
+    """The result of a search for B queries, on the host.
 
     Attributes:
-        summary_B4: Per query, on the host, float64: 1 if the query is finite; 1 if the winner is proven; the winner's
-            slot (-1: several candidates share its distance); its distance.
-        slots_BK: The candidates, on the device of the search.
-        distances_BK: Their exact distances, on the device of the search.
+        finite_B: True where the query is finite. Only there the other fields have a meaning.
+        proven_B: True where no key outside the candidates can be nearest, or tied with the nearest.
+        slots_BK: The candidates.
+        distances_BK: Their exact distances, float64; infinite where there is no candidate.
     """
 
-    summary_B4: torch.Tensor
-    slots_BK: torch.Tensor
-    distances_BK: torch.Tensor
+    finite_B: np.ndarray
+    proven_B: np.ndarray
+    slots_BK: np.ndarray
+    distances_BK: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,53 +141,84 @@ class KeySearch(ABC):
     def search(self, queries_BD: torch.Tensor, count: int) -> KeySearchResult:
         """Compare `count` candidates per query by exact distance; `count` is at most the number of keys.
 
-        Queries are float32, on the device. A GPU is synchronised once, for the copy of the summary to the host.
+        Queries are float32, on the device. A GPU is synchronised once, for one copy to the host. What has B or B x K
+        elements is computed there, since each operation on a GPU costs the start of a kernel.
         """
-        finite_B = torch.isfinite(queries_BD).all(dim=1)
-        queries_BD = queries_BD.masked_fill(~finite_B[:, None], 0)
-        proposed = self._propose(queries_BD, count)
-        slots_BK = proposed.slots_BK
-        distances_BK = self._exact_distances(queries_BD, slots_BK)
-        distances_B, winner_B = distances_BK.min(dim=1)
-        slots_B = slots_BK.gather(1, winner_B[:, None])[:, 0]
-        tied_B = (distances_BK == distances_B[:, None]).sum(dim=1) > 1
-        proven_B = self._proven_mask(proposed, distances_B)
+        on_host = self._compare(queries_BD, count).cpu().numpy()
+        largest_B, norms_B, last_squared_distance_B, max_norm_B = on_host[:, :4].T
+        slots_BK, distances_BK = on_host[:, 4 : 4 + count].astype(np.int64), on_host[:, 4 + count :]
+        distances_BK[slots_BK == NO_SLOT] = np.inf
         if count == len(self.keys_ND):
             # All keys were compared, so the winner needs no proof. FAISS omits keys whose distances overflow.
-            proven_B = (slots_BK != NO_SLOT).all(dim=1)
-        summary = (finite_B, proven_B, slots_B.masked_fill(tied_B, NO_SLOT), distances_B)
-        return KeySearchResult(torch.stack([part.double() for part in summary], dim=1).cpu(), slots_BK, distances_BK)
+            proven_B = (slots_BK != NO_SLOT).all(axis=1)
+        else:
+            proven_B = _proven_mask(
+                norms_B, last_squared_distance_B, max_norm_B, distances_BK.min(axis=1), queries_BD.shape[1]
+            )
+        return KeySearchResult(np.isfinite(largest_B), proven_B, slots_BK, distances_BK)
+
+    def _compare(self, queries_BD: torch.Tensor, count: int) -> torch.Tensor:
+        """The part of a search on the device: one row per query, float64.
+
+        A row holds the largest magnitude in the query (NaN if a number is NaN), the norm of its point, the last
+        candidate's squared distance, the bound on the norms of keys, the candidates, and their exact distances.
+        """
+        proposed = self._propose(queries_BD, count)
+        columns = (
+            torch.linalg.vector_norm(queries_BD, torch.inf, dim=1, keepdim=True).double(),
+            proposed.norms_B[:, None],
+            proposed.last_squared_distance_B[:, None],
+            self._max_norm.expand(len(queries_BD), 1),
+            proposed.slots_BK.double(),
+            self._exact_distances(queries_BD, proposed.slots_BK).double(),
+        )
+        return torch.cat(columns, dim=1)
 
     def _exact_distances(self, queries_BD: torch.Tensor, slots_BK: torch.Tensor) -> torch.Tensor:
-        """Exact distances (B, K) of candidates, for a chunk of queries at a time; infinite where there is none."""
+        """Exact distances (B, K) of candidates, for a chunk of queries at a time; any number where there is none."""
         step = max(1, CANDIDATE_CHUNK_ELEMENTS // max(1, slots_BK.shape[1] * queries_BD.shape[1]))
         parts = [
             exact_distances(queries_BD[start : start + step], self.keys_ND[slots_BK[start : start + step]])
             for start in range(0, max(1, len(queries_BD)), step)
         ]
-        return torch.cat(parts).masked_fill(slots_BK == NO_SLOT, torch.inf)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _proven_mask(self, proposed: _ProposedCandidates, distances_B: torch.Tensor) -> torch.Tensor:
-        """True (B) where no key outside the candidates can be nearest, or tied with the nearest.
 
-        `distances_B` are the winners' exact distances. Holds for every order of summation, but not for TF32.
-        """
-        # Let p and k be the points of a query and a key, s = |p| + |k|, D the width and u = eps / 2.
-        # - A float32 sum of D products is off by at most D u of the sum of their magnitudes. So |p|^2 - 2 p.k + |k|^2
-        #   is off by at most D u (|p|^2 + 2 |p| |k| + |k|^2) = D u s^2, and by a few u s^2 for the sum of the three.
-        # - The shift displaces the points by at most u |p| and u |k|. A distance of at most s then changes by u s, and
-        #   its square by 2 u s^2 = eps s^2.
-        # `error_B` is more than twice the sum of both, and has tiny for each term that underflows.
-        width, distances_B = self.keys_ND.shape[1], distances_B.double()
+def _proven_mask(
+    norms_B: np.ndarray,
+    last_squared_distance_B: np.ndarray,
+    max_norm_B: np.ndarray,
+    distances_B: np.ndarray,
+    width: int,
+) -> np.ndarray:
+    """True (B) where no key outside the candidates can be nearest, or tied with the nearest.
+
+    Holds for every order of summation, but not for TF32.
+
+    Args:
+        norms_B: The norms of the queries' points.
+        last_squared_distance_B: The last candidate's squared distance according to the product.
+        max_norm_B: An upper bound on the norm of every key's point.
+        distances_B: The winners' exact distances.
+        width: The number of dimensions, D.
+    """
+    # Let p and k be the points of a query and a key, s = |p| + |k|, D the width and u = eps / 2.
+    # - A float32 sum of D products is off by at most D u of the sum of their magnitudes. So |p|^2 - 2 p.k + |k|^2
+    #   is off by at most D u (|p|^2 + 2 |p| |k| + |k|^2) = D u s^2, and by a few u s^2 for the sum of the three.
+    # - The shift displaces the points by at most u |p| and u |k|. A distance of at most s then changes by u s, and
+    #   its square by 2 u s^2 = eps s^2.
+    # `error_B` is more than twice the sum of both, and has tiny for each term that underflows.
+    with np.errstate(invalid="ignore", over="ignore"):  # queries that are not finite
         # A key as near as the winner has |k| <= |p| + distance. So one key of huge norm leaves other winners proven.
-        max_key_norm_B = ((proposed.norms_B + distances_B) * (1 + 1e-5)).clamp(max=self._max_norm)
-        squares_B = (proposed.norms_B + max_key_norm_B).square()
+        max_key_norm_B = np.minimum((norms_B + distances_B) * (1 + 1e-5), max_norm_B)
+        squares_B = np.square(norms_B + max_key_norm_B)
         error_B = (1.01 * width + 8) * (_FLOAT32_INFO.eps * squares_B + _FLOAT32_INFO.tiny)
         # Every key outside the candidates is at least as far as the last candidate, according to the product. A key
         # that ties with the winner has a true squared distance of at most 1 + 2.1 eps times the winner's square below,
         # since an exact distance is off by at most 1.01 eps of itself. The factor 1 + 1e-6 (8 eps) covers this.
-        winner_square_B = distances_B.square() * (1 + 1e-6)
-        return (proposed.last_squared_distance_B - error_B > winner_square_B) & (squares_B < _MAX_SAFE_SQUARE)
+        winner_square_B = np.square(distances_B) * (1 + 1e-6)
+        proven_B: np.ndarray = (last_squared_distance_B - error_B > winner_square_B) & (squares_B < _MAX_SAFE_SQUARE)
+    return proven_B
 
 
 class FaissOnHost(KeySearch):
@@ -215,7 +247,8 @@ class FaissOnHost(KeySearch):
         faiss: Any = load_faiss()
         squares_BK, slots_BK = faiss.knn(queries_BD.numpy(), self._get_keys(), count)
         last_square_B = torch.from_numpy(squares_BK).double().amax(dim=1)
-        return _ProposedCandidates(torch.from_numpy(slots_BK), last_square_B, queries_BD.double().norm(dim=1))
+        norms_B = torch.linalg.vector_norm(queries_BD, dim=1, dtype=torch.float64)
+        return _ProposedCandidates(torch.from_numpy(slots_BK), last_square_B, norms_B)
 
 
 class _CenteredSearch(KeySearch):
@@ -300,7 +333,7 @@ class _CenteredSearch(KeySearch):
 
     def _propose(self, queries_BD: torch.Tensor, count: int) -> _ProposedCandidates:
         points_BD = queries_BD - self._center_D
-        norms_B = points_BD.double().norm(dim=1)
+        norms_B = torch.linalg.vector_norm(points_BD, dim=1, dtype=torch.float64)
         last_square_B, slots_BK = self._nearest_points(points_BD, norms_B, count)
         return _ProposedCandidates(slots_BK, last_square_B, norms_B)
 
@@ -320,11 +353,11 @@ class _CenteredSearch(KeySearch):
             closeness_BM = torch.addmm(self._half_squares[rows], points_BD, self._centered_keys[rows].T, beta=-1)
             best_BK, places_BK = closeness_BM.topk(min(count, closeness_BM.shape[1]), dim=1)
             best_by_chunk.append(best_BK)
-            slots_by_chunk.append(places_BK + start)
-        best_BK, slots_BK = torch.cat(best_by_chunk, dim=1), torch.cat(slots_by_chunk, dim=1)
+            slots_by_chunk.append(places_BK + start if start else places_BK)
+        best_BK, slots_BK = best_by_chunk[0], slots_by_chunk[0]
         if len(best_by_chunk) > 1:
-            best_BK, places_BK = best_BK.topk(count, dim=1)
-            slots_BK = slots_BK.gather(1, places_BK)
+            best_BK, places_BK = torch.cat(best_by_chunk, dim=1).topk(count, dim=1)
+            slots_BK = torch.cat(slots_by_chunk, dim=1).gather(1, places_BK)
         return norms_B.square() - 2 * best_BK[:, -1].double(), slots_BK
 
 
