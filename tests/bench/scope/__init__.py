@@ -59,10 +59,6 @@ nearest key decides.
 
 A classifier always has the layer's queries.
 
-**Older rows**: some pages have rows of `encoder 0.6` and `encoder 0.8`. All rows of such a page are from before forms,
-the comparison of words, radii per correction and the check of answers. `encoder 0.6` there is the present `default,
-distance`, and `layer` is `layer, distance`.
-
 **Rows of data**: the held-out rows are the first 200 of zsRE and CounterFact, and every second row of the others.
 `--development` uses the other rows, on which settings may be chosen. `--only` measures one stream.
 """
