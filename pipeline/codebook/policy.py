@@ -21,8 +21,7 @@ DTYPE_TOLERANCES = {
 }
 """How far a query may move with its batch, its padding and the device, relative to its norm; by its dtype.
 
-Measured by `pipeline.editing.tolerance` on CPUs, on an H200, and between an H200 and a CPU.
-
+Measured by `pipeline.editing.tolerance` with queries of layers, on CPUs, on an H200, and between an H200 and a CPU.
 The maxima were 2.8e-6 in float32, 0.0076 in float16, and 0.029 in bfloat16. The value for float32 is twice its
 maximum, since other inputs, threads and processors may move a query farther. The values for halves exceed their maxima
 by little. But the smallest radius of a new entry is twice the tolerance.
