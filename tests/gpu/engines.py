@@ -54,7 +54,7 @@ def _case(
 ) -> Iterator[Row]:
     engine = new_engine(model, config)
     outcomes, _ = edit_all(engine, corrections, batched=True)
-    in_force = {outcome.feedback_id for outcome in outcomes if outcome.status == "added"}
+    in_force = {outcome.feedback_id for outcome in outcomes if outcome.status in ("added", "expanded", "split")}
     lookup = _lookup(rig, engine)
     requests = [
         make_request(model, correction.inputs, str(correction.target), max_new_tokens=MAX_TOKENS)
