@@ -10,7 +10,7 @@ from gracestream.pipeline.history.near_misses import (
     find_matched_requests,
     find_near_misses,
 )
-from gracestream.pipeline.history.steps import HistoryStep, decode_history_delta, history_steps
+from gracestream.pipeline.history.steps import HistoryStep, StepDescriber, decode_history_delta, history_steps
 
 __all__ = [
     "Damage",
@@ -19,6 +19,7 @@ __all__ = [
     "KafkaHistory",
     "MatchedRequest",
     "NearMissRequest",
+    "StepDescriber",
     "audit_topics",
     "branch_history",
     "decode_history_delta",

@@ -9,7 +9,7 @@ from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history.kafka_history import KafkaHistory
 from gracestream.pipeline.kafka import read_history
 from gracestream.pipeline.settings import KafkaSettings
-from gracestream.schemas.deltas import Delta, EntryChange, ExceptionChange, decode_delta
+from gracestream.schemas.deltas import Delta, EntryChange, decode_delta
 from gracestream.schemas.messages import InvalidMessage, to_display_text
 
 
@@ -54,18 +54,13 @@ def history_steps(settings: KafkaSettings) -> Iterator[HistoryStep]:
         KafkaError: a topic cannot be read.
     """
     steps: list[tuple[int | None, HistoryStep]] = []
-    existing_entries: set[str] = set()
-    exceptions: dict[str, ExceptionChange] = {}
+    describer = StepDescriber()
 
     def add_step(record: bytes, _offset: int, timestamp: int) -> None:
         delta = decode_history_delta(record)
-        if not steps or delta.term >= steps[-1][1].term:
-            step = _make_step(delta, timestamp / 1000, existing_entries, exceptions)
+        step = describer.describe(delta, timestamp / 1000)
+        if step is not None:
             steps.append((None if delta.cause is UNSET else delta.cause.offset, step))
-            for change in delta.entries:
-                (existing_entries.discard if change.removed else existing_entries.add)(change.entry_id)
-            for exception in delta.exceptions:
-                exceptions[exception.feedback_id] = exception
 
     read_history(settings, add_step)
     offsets = [offset for offset, _ in steps if offset is not None]
@@ -82,6 +77,33 @@ def history_steps(settings: KafkaSettings) -> Iterator[HistoryStep]:
         )
 
 
+class StepDescriber:
+    """Describes the deltas of a history in order. It knows the entries and exceptions before each.
+
+    Attributes:
+        term: The highest term so far.
+        existing_entries: The ids of the entries after the last delta.
+        exceptions: By feedback id, the ids of the entries that each exception concerns.
+    """
+
+    def __init__(self) -> None:
+        self.term = 0
+        self.existing_entries: set[str] = set()
+        self.exceptions: dict[str, tuple[str, ...]] = {}
+
+    def describe(self, delta: Delta, timestamp: float) -> HistoryStep | None:
+        """The next delta, described without its feedback; None if it does not count. `timestamp` is in seconds."""
+        if delta.term < self.term:
+            return None
+        step = _make_step(delta, timestamp, self.existing_entries, self.exceptions)
+        self.term = delta.term
+        for change in delta.entries:
+            (self.existing_entries.discard if change.removed else self.existing_entries.add)(change.entry_id)
+        for exception in delta.exceptions:
+            self.exceptions[exception.feedback_id] = exception.entry_ids
+        return step
+
+
 def decode_history_delta(record: bytes) -> Delta:
     """The delta of a record of `deltas`.
 
@@ -95,14 +117,14 @@ def decode_history_delta(record: bytes) -> Delta:
 
 
 def _make_step(
-    delta: Delta, timestamp: float, existing_entries: Collection[str], exceptions: Mapping[str, ExceptionChange]
+    delta: Delta, timestamp: float, existing_entries: Collection[str], exceptions: Mapping[str, tuple[str, ...]]
 ) -> HistoryStep:
     """A delta, described without its feedback, given the entries and exceptions before it."""
     cause = delta.cause
     entries = {change.entry_id: _describe_change(change, existing_entries) for change in delta.entries}
     for exception in delta.exceptions:
         description = f"exception {exception.feedback_id}" + (" ended" if exception.removed else "")
-        for entry_id in exceptions.get(exception.feedback_id, exception).entry_ids or exception.entry_ids:
+        for entry_id in exceptions.get(exception.feedback_id) or exception.entry_ids:
             entries[entry_id] = ", ".join(filter(None, (entries.get(entry_id), description)))
     return HistoryStep(
         seq=delta.seq,

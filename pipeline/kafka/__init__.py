@@ -1,6 +1,6 @@
 """Everything about Kafka: clients, topics, permissions, TLS, dead letters, and reading a topic to its end."""
 
-from gracestream.pipeline.kafka.clients import consumer, ping_kafka, producer, wait_for_kafka
+from gracestream.pipeline.kafka.clients import cluster_id, consumer, ping_kafka, producer, wait_for_kafka
 from gracestream.pipeline.kafka.dead_letters import (
     DLQ_TOPICS,
     DeadLetter,
@@ -82,6 +82,7 @@ __all__ = [
     "TopicError",
     "TopicReader",
     "UnreachableError",
+    "cluster_id",
     "consumer",
     "create_tls_context",
     "create_topics",

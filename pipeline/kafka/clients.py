@@ -88,6 +88,16 @@ def admin(settings: KafkaSettings, **options: Any) -> KafkaAdminClient:
     return KafkaAdminClient(**_connection_options(settings), **options)
 
 
+def cluster_id(settings: KafkaSettings) -> str:
+    """The id of the cluster, which changes if its data is deleted.
+
+    Raises:
+        KafkaError: the cluster does not answer.
+    """
+    with admin(settings) as client:
+        return str(client.describe_cluster()["cluster_id"])
+
+
 def ping_kafka(settings: KafkaSettings, timeout_seconds: float) -> None:
     """Check once that the cluster answers, within about `timeout_seconds`.
 

@@ -28,6 +28,7 @@ ALLOWED = {
     "replica": "settings observability kafka stores codebook model",
     "editor": "settings observability kafka stores codebook model auth editing",
     "history": "settings kafka",
+    "read_model": "settings kafka history",
     "replay": "settings kafka stores codebook history",
     "reproduction": "codebook model editing editor",
     "tuning": "search wording codebook model editing",
