@@ -13,7 +13,6 @@ Not promised: that the file survives a loss of power. It is rebuilt then, if it 
 
 import fcntl
 import sqlite3
-import threading
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
@@ -50,7 +49,6 @@ class ReadModelStore:
     def __init__(self, path: Path, cluster: str, prefix: str, max_predictions: int) -> None:
         self.path, self._max_predictions = path, max_predictions
         self._source = (VERSION, cluster, prefix)
-        self._changed = threading.Condition()
         self._change_count = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,8 +77,6 @@ class ReadModelStore:
         """Close the file, so that another process may use it."""
         self._connection.close()
         self._lock_file.close()
-        with self._changed:
-            self._changed.notify_all()
 
     def positions(self) -> dict[Position, int]:
         """The next offset of each partition that was read."""
@@ -108,9 +104,7 @@ class ReadModelStore:
         except BaseException:
             self._writer = RecordWriter(self._connection)  # the old one knows entries that were not stored
             raise
-        with self._changed:
-            self._change_count += 1
-            self._changed.notify_all()
+        self._change_count += 1
 
     def rebuild(self) -> None:
         """Delete everything, so that all topics are read again."""
@@ -123,12 +117,6 @@ class ReadModelStore:
     def change_count(self) -> int:
         """A number that grows with each batch."""
         return self._change_count
-
-    def wait_for_change(self, after: int, timeout_seconds: float) -> int:
-        """Wait until `change_count` exceeds `after`, for a limited time. Returns the count."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._change_count > after, timeout_seconds)
-            return self._change_count
 
     def reader(self) -> sqlite3.Connection:
         """A new connection that only reads, for one thread. The caller closes it."""

@@ -11,6 +11,7 @@ Not promised: that a path or an address stays valid after the start.
 """
 
 from gracestream.pipeline.settings.auth import AuthSettings
+from gracestream.pipeline.settings.console import ConsoleSettings
 from gracestream.pipeline.settings.editing import EditingSettings, Policy
 from gracestream.pipeline.settings.group import SettingsError, SettingsGroup, secret_text
 from gracestream.pipeline.settings.http import HttpSettings
@@ -35,6 +36,7 @@ __all__ = [
     "SECRET_VARIABLES",
     "VARIABLES",
     "AuthSettings",
+    "ConsoleSettings",
     "EditingSettings",
     "HttpSettings",
     "KafkaSettings",

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import SettingsError as SourceError
 
 from gracestream.pipeline.settings.auth import AuthSettings
+from gracestream.pipeline.settings.console import ConsoleSettings
 from gracestream.pipeline.settings.editing import EditingSettings
 from gracestream.pipeline.settings.group import NONE_WORD, PREFIX, SettingsError, SettingsGroup
 from gracestream.pipeline.settings.http import HttpSettings
@@ -38,6 +39,7 @@ class Settings:
     snapshots: SnapshotSettings
     auth: AuthSettings
     http: HttpSettings
+    console: ConsoleSettings
     process: ProcessSettings
 
     def replace(self, **values: object) -> Self:

@@ -85,6 +85,7 @@ GROUP_TITLES = {
     "snapshots": "Snapshots",
     "auth": "Acceptance of feedback",
     "http": "HTTP endpoints",
+    "console": "Console",
     "process": "Process",
 }
 """The title of each group of settings."""

@@ -19,6 +19,7 @@ from gracestream.pipeline.kafka import describe_error
 from gracestream.pipeline.observability import silence_libraries
 from gracestream.workers.cli import (
     audit,
+    console,
     dead_letters,
     deployment,
     evaluation,
@@ -76,6 +77,7 @@ def options(
 COMMAND_MODULES = (
     stack,
     deployment,
+    console,
     feedback,
     keys,
     dead_letters,

@@ -32,6 +32,7 @@ ALLOWED = {
     "replay": "settings kafka stores codebook history",
     "reproduction": "codebook model editing editor",
     "tuning": "search wording codebook model editing",
+    "console": "settings kafka client history auth read_model",
     "experiments": "search settings client codebook model editing replica",
     "vllm": "settings observability codebook model client replica",
     "errors": "",
@@ -39,7 +40,7 @@ ALLOWED = {
 }
 """What each package may import. Every row names only earlier rows, but for the last two, which import no package."""
 
-APPLICATIONS = {"experiments", "tuning", "vllm"}
+APPLICATIONS = {"console", "experiments", "tuning", "vllm"}
 """Packages without a public interface: the commands that run them import their modules."""
 
 
