@@ -1,5 +1,6 @@
 """The console's process: it follows the topics and serves the pages."""
 
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import closing
@@ -56,6 +57,9 @@ def run(settings: Settings, on_start: Callable[[str], object]) -> None:
                 timeout_graceful_shutdown=SHUTDOWN_SECONDS,
             )
         )
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            # uvicorn handles both, and raises them again for these handlers once it has ended.
+            signal.signal(signum, lambda *_: None)
         follower.start()
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
