@@ -79,9 +79,9 @@ docs: reference  ## build the documentation's site in site/; a broken link is an
 COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --only-binary :all:
 
 lock: setup  ## pin the requirements anew
-	$(COMPILE) --extra cpu --extra local --extra experiments --extra dev pyproject.toml -o $(REQUIREMENTS)/dev.txt
-	$(COMPILE) --extra cpu --constraint $(REQUIREMENTS)/dev.txt --excludes $(REQUIREMENTS)/no-cuda.txt pyproject.toml -o $(REQUIREMENTS)/cpu.txt
-	$(COMPILE) --extra gpu --constraint $(REQUIREMENTS)/dev.txt pyproject.toml -o $(REQUIREMENTS)/gpu.txt
+	$(COMPILE) --extra cpu --extra local --extra console --extra experiments --extra dev pyproject.toml -o $(REQUIREMENTS)/dev.txt
+	$(COMPILE) --extra cpu --extra console --constraint $(REQUIREMENTS)/dev.txt --excludes $(REQUIREMENTS)/no-cuda.txt pyproject.toml -o $(REQUIREMENTS)/cpu.txt
+	$(COMPILE) --extra gpu --extra console --constraint $(REQUIREMENTS)/dev.txt pyproject.toml -o $(REQUIREMENTS)/gpu.txt
 	$(COMPILE) --extra cpu --extra local --override $(REQUIREMENTS)/vllm-overrides.txt $(REQUIREMENTS)/vllm.in pyproject.toml -o $(REQUIREMENTS)/vllm.txt
 	$(COMPILE) --no-deps $(REQUIREMENTS)/models.in -o $(REQUIREMENTS)/models.txt
 	$(COMPILE) --no-deps $(REQUIREMENTS)/encoder.in -o $(REQUIREMENTS)/encoder.txt

@@ -162,7 +162,7 @@ class TestPages:
         shown = page(browser, "/history")
         assert 'href="/feedback/u1"' in shown
         assert f'href="/entries/{quote(entry, safe="")}"' in shown
-        assert "1 answers</a>" in page(browser, f"/entries/{quote(entry, safe='')}")
+        assert "1 answer</a>" in page(browser, f"/entries/{quote(entry, safe='')}")
         assert "undone" in page(browser, "/feedback/u1")
         assert page(browser, "/history?author=nobody").count("data-row") == 0
         assert page(browser, "/feedback").count("data-row") == 4
