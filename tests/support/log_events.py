@@ -36,6 +36,12 @@ MEANINGS = {
         "shutdown_timeout": "The worker still ran after its shutdown timeout.",
         "killed_after_stall": "One piece of work exceeded the limit by a minute; `reason` names the part that stalled.",
     },
+    "The console": {
+        "console_ready": "The console answers at `address`; it sends feedback as `author`.",
+        "read_model_ready": "Everything is shown that the topics had at the start.",
+        "read_model_stalled": "Kafka or the disk does not answer; the console tries again.",
+        "read_model_rebuilt": "A topic ends before what was read of it, so it was created again.",
+    },
     "Replicas": {
         "continuous_engine_unsupported": "The model cannot decode rows of different ages together; `reason` says why.",
         "snapshot_loaded": "The replica starts from this snapshot.",
