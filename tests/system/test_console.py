@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from gracestream.deploy.local.processes import find_free_port, is_http_ok
 from gracestream.pipeline.settings import Settings
@@ -14,26 +16,23 @@ from tests.support.forked_commands import Command, Forked, explicit_settings
 from tests.support.running import TIMEOUT, Users, wait_until
 from tests.support.tiny_models import texts
 
-playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed")
-
 PROMPT, OTHER = texts(2, seed=21, shortest=6, longest=9)
 HOSTILE = "<img src=x onerror=\"document.title='hacked'\"> \u202eevil"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator["playwright.Browser"]:
+def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
-    with playwright.sync_playwright() as started:
+    with sync_playwright() as started:
         found = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield found
         found.close()
 
 
 @pytest.fixture
-def page(browser: "playwright.Browser") -> Iterator["playwright.Page"]:
+def page(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(1000 * TIMEOUT)
     opened = context.new_page()
@@ -92,7 +91,7 @@ def ask(users: Users, request_id: str, inputs: str) -> str:
 
 @pytest.mark.usefixtures("workers")
 def test_a_person_corrects_an_answer_sees_it_live_and_undoes_it_by_keyboard_alone(
-    users: Users, console: Console, page: "playwright.Page"
+    users: Users, console: Console, page: Page
 ) -> None:
     before = ask(users, "first", PROMPT)
     page.goto(console.address)
@@ -130,9 +129,10 @@ def test_a_person_corrects_an_answer_sees_it_live_and_undoes_it_by_keyboard_alon
     assert ask(users, "third", PROMPT) == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers")
 def test_pages_have_no_faults_of_access_and_run_no_foreign_script(
-    users: Users, console: Console, page: "playwright.Page", folder: Path
+    users: Users, console: Console, page: Page, folder: Path
 ) -> None:
     ask(users, "plain", PROMPT)
     ask(users, "hostile", HOSTILE)
@@ -154,7 +154,7 @@ def test_pages_have_no_faults_of_access_and_run_no_foreign_script(
         page.emulate_media(color_scheme=scheme)
         for address in addresses:
             page.goto(f"{console.address}{address}")
-            found = axe.Axe().run(page)
+            found = Axe().run(page)
             assert found.violations_count == 0, f"{address} in {scheme}: {found.generate_report()}"
             assert page.title() != "hacked"
     page.set_viewport_size({"width": 380, "height": 800})
@@ -163,15 +163,14 @@ def test_pages_have_no_faults_of_access_and_run_no_foreign_script(
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{address} is too wide for a phone"
 
 
-def page_text(page: "playwright.Page", address: str) -> str:
+def page_text(page: Page, address: str) -> str:
     page.goto(address)
     return str(page.content())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers")
-def test_a_killed_console_shows_the_same_again(
-    users: Users, deployment: Settings, folder: Path, page: "playwright.Page"
-) -> None:
+def test_a_killed_console_shows_the_same_again(users: Users, deployment: Settings, folder: Path, page: Page) -> None:
     ask(users, "first", PROMPT)
     users.correct(Feedback(v=1, feedback_id="f1", inputs=PROMPT, target="train"))
     with Console(deployment, folder) as console:
