@@ -17,6 +17,12 @@ PAGE_SIZE = 50
 MIN_TRIGRAM_LENGTH = 3
 """Shortest text that the index of trigrams finds. A shorter one is compared with each row."""
 
+COMMON_MATCHES = 20_000
+"""Number of matches from which a text is so common that the newest rows are compared one by one, until a page is full.
+
+Of a rarer text all matches are found first, which takes milliseconds per thousand of them.
+"""
+
 Kind = Literal["all", "edited", "unedited", "near_miss", "error"]
 
 
@@ -165,7 +171,7 @@ def find_predictions(
     Raises:
         ValueError: the cursor is not one of a page.
     """
-    conditions, parameters = _conditions(wanted)
+    conditions, parameters = _conditions(connection, wanted)
     if cursor:
         timestamp, row_id = map(int, cursor.split("-"))
         conditions.append("(p.timestamp, p.id) < (?, ?)")
@@ -255,7 +261,7 @@ def replicas(connection: sqlite3.Connection) -> list[str]:
     return [row[0] for row in connection.execute("SELECT DISTINCT replica FROM predictions ORDER BY replica")]
 
 
-def _conditions(wanted: PredictionFilter) -> tuple[list[str], list[Any]]:
+def _conditions(connection: sqlite3.Connection, wanted: PredictionFilter) -> tuple[list[str], list[Any]]:
     """The conditions of a filter, and their parameters."""
     conditions: list[str] = []
     parameters: list[Any] = []
@@ -266,7 +272,12 @@ def _conditions(wanted: PredictionFilter) -> tuple[list[str], list[Any]]:
 
     if len(wanted.text) >= MIN_TRIGRAM_LENGTH:
         quoted = '"{}"'.format(wanted.text.replace('"', '""'))
-        add("p.id IN (SELECT rowid FROM prediction_text WHERE prediction_text MATCH ?)", quoted)
+        add(
+            "EXISTS (SELECT 1 FROM prediction_text WHERE prediction_text MATCH ? AND rowid = p.id)"
+            if _is_common(connection, quoted)
+            else "p.id IN (SELECT rowid FROM prediction_text WHERE prediction_text MATCH ?)",
+            quoted,
+        )
     elif wanted.text:
         pattern = "%{}%".format("".join(f"\\{one}" if one in "%_\\" else one for one in wanted.text))
         add("(r.text LIKE ? ESCAPE '\\' OR p.answer LIKE ? ESCAPE '\\')", pattern, pattern)
@@ -298,6 +309,14 @@ def _conditions(wanted: PredictionFilter) -> tuple[list[str], list[Any]]:
         if value is not None:
             add(condition, value)
     return conditions, parameters
+
+
+def _is_common(connection: sqlite3.Connection, quoted: str) -> bool:
+    (count,) = connection.execute(
+        "SELECT count(*) FROM (SELECT 1 FROM prediction_text WHERE prediction_text MATCH ? LIMIT ?)",
+        (quoted, COMMON_MATCHES),
+    ).fetchone()
+    return bool(count == COMMON_MATCHES)
 
 
 def _delta_rows(

@@ -21,6 +21,7 @@ from gracestream.pipeline.read_model import (
     find_predictions,
     find_request,
     find_responsible,
+    queries,
     replicas,
     timeline,
 )
@@ -81,9 +82,11 @@ def test_a_prediction_is_joined_with_its_request_in_either_order(store: ReadMode
         ("_", []), ("x OR y", []), ("", ["d", "c", "b", "a"]),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("common_matches", [queries.COMMON_MATCHES, 1])
 def test_text_is_found_in_requests_and_answers_whatever_it_holds(
-    store: ReadModelStore, text: str, found: list[str]
+    store: ReadModelStore, text: str, found: list[str], common_matches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(queries, "COMMON_MATCHES", common_matches)
     topics = Topics()
     topics.ask("a", "Where is the bank?", "by the river", 1)
     topics.ask("b", "Where is the sea?", "River mouth", 2)
