@@ -33,6 +33,7 @@ BENCHMARKS = {
     "lag": "tests.bench.lag",
     "memory": "tests.bench.memory",
     "serving": "tests.bench.serving",
+    "console": "tests.bench.console",
     "engines": "tests.bench.engines",
     "throughput": "tests.bench.throughput",
     "undo": "tests.bench.undo",
