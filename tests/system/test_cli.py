@@ -157,6 +157,22 @@ class TestTraffic:
         assert [outcome["feedback_id"] for outcome in lines(command.stdout())] == PROMPTS[2:5]
         assert lines(command.stdout())[0]["status"] == "added"
 
+    def test_an_import_can_be_repeated(self, run: Callable[..., Command], running: Settings, tmp_path: Path) -> None:
+        path = tmp_path / "corrections.csv"
+        path.write_text("id,inputs,target\n1,The museum near the river,train\n2,The bridge near the park,museum\n")
+        statuses = []
+        for changed in (False, False, True):
+            if changed:
+                path.write_text(path.read_text().replace("museum\n", "river\n"))
+            imported = run("import", "csv", str(path), settings=running)
+            command = run("correct", settings=running, given=imported.stdout())
+            assert status_of(command) == 0, command.stderr()
+            statuses.append([outcome["status"] for outcome in lines(command.stdout())])
+        assert statuses[0] == ["added", "added"]
+        assert statuses[1] == ["unchanged", "unchanged"]
+        assert statuses[2][0] == "unchanged"
+        assert statuses[2][1] != "unchanged"
+
     def test_a_correction_with_rephrases_answers_all_of_them_until_it_is_undone(
         self, run: Callable[..., Command], running: Settings
     ) -> None:
