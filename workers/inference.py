@@ -51,7 +51,7 @@ def engine_factory(model: EditableModel, settings: Settings) -> EngineFactory:
     """Makes the engine that the settings name, with a lookup.
 
     Raises:
-        UserError: vLLM is not installed, or does not start.
+        UserError: vLLM is not supported, or does not start.
     """
     serving = settings.serving
     name = serving.engine
@@ -72,8 +72,13 @@ def engine_factory(model: EditableModel, settings: Settings) -> EngineFactory:
 
 
 def _vllm_factory(model: EditableModel, settings: Settings) -> EngineFactory:
-    from gracestream.pipeline.vllm.engine import VllmEngine  # noqa: PLC0415 - vLLM is optional, and slow to import
-    from gracestream.pipeline.vllm.startup import start_engine  # noqa: PLC0415 - likewise
+    # vLLM is optional, and slow to import.
+    from gracestream.pipeline.vllm.support import explain_import_errors, require_supported_version  # noqa: PLC0415
+
+    require_supported_version()
+    with explain_import_errors():
+        from gracestream.pipeline.vllm.engine import VllmEngine  # noqa: PLC0415
+        from gracestream.pipeline.vllm.startup import start_engine  # noqa: PLC0415
 
     serving = settings.serving
     llm = start_engine(model, checkpoint_from_settings(settings.model), settings)

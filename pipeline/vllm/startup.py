@@ -12,7 +12,7 @@ from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.vllm.injection import choose_layer, install
-from gracestream.pipeline.vllm.support import require_supported_version, use_supported_runner
+from gracestream.pipeline.vllm.support import use_supported_runner
 
 
 def start_engine(model: EditableModel, checkpoint: str, settings: Settings) -> LLMEngine:
@@ -27,7 +27,6 @@ def start_engine(model: EditableModel, checkpoint: str, settings: Settings) -> L
         UserError: the arguments are wrong, or vLLM cannot serve corrections so.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process, and its step is a call
-    require_supported_version()
     use_supported_runner()
     install()
     arguments = _parse(settings.serving.vllm_args)

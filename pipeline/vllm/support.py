@@ -1,6 +1,8 @@
 """What gracestream supports of vLLM, checked before a model is loaded."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +41,22 @@ def require_supported_version() -> None:
         raise UserError(
             f"vLLM {vllm.__version__} is installed, and gracestream supports vLLM 0.32: pip install 'vllm>=0.32,<0.33'"
         )
+
+
+@contextmanager
+def explain_import_errors() -> Iterator[None]:
+    """Report an import in the context that fails, such as that of an internal of vLLM, with the remedy.
+
+    Raises:
+        UserError: an import failed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(
+            f"vLLM {vllm.__version__} cannot serve corrections ({error}): install vLLM and gracestream as"
+            " docs/how-to/vllm.md says"
+        ) from error
 
 
 def use_supported_runner() -> None:

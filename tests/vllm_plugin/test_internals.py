@@ -1,6 +1,11 @@
 """The internals of vLLM that the plugin relies on, and what it refuses to serve."""
 
 import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -26,6 +31,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from gracestream.pipeline.vllm import support
 from gracestream.pipeline.vllm.injection import choose_layer, wrap_layer
 from gracestream.pipeline.vllm.values import carried_value, carry_value, edited_salt
+from gracestream.workers.inference import engine_factory
 from gracestream.workers.vllm import ServerPlugin, _create_config, register
 
 LAYER = "model.layers.23.self_attn.o_proj"
@@ -154,6 +160,61 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vllm, "__version__", version)
         with pytest.raises(UserError, match="gracestream supports vLLM"):
             support.require_supported_version()
+
+
+UNSUPPORTED = """
+import sys
+import vllm
+{change}
+from vllm.plugins import {load}
+{load}({arguments})
+print("vLLM serves on, without corrections")
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("vllm.__version__ = '0.33.0'", "vLLM 0.33.0 is installed, and gracestream supports vLLM 0.32"),
+        ("sys.modules['vllm.exceptions'] = None", "cannot serve corrections (import of vllm.exceptions"),
+    ],
+    ids=["version", "internal"],
+)
+@pytest.mark.parametrize(
+    ("load", "arguments"),
+    [("load_general_plugins", ""), ("load_endpoint_plugins", "('generate',)")],
+    ids=["general", "endpoint"],
+)
+def test_an_unsupported_vllm_ends_with_one_sentence(load: str, arguments: str, change: str, sentence: str) -> None:
+    """vLLM would log an error of a plugin's import, and serve without corrections."""
+    program = UNSUPPORTED.format(change=change, load=load, arguments=arguments)
+    environment = os.environ | {"VLLM_PLUGINS": "gracestream"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("gracestream: vLLM ")
+    assert sentence in last
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda patch: patch.setattr(vllm, "__version__", "0.33.0"), "vLLM 0.33.0 is installed"),
+        (
+            lambda patch: patch.setitem(sys.modules, "gracestream.pipeline.vllm.engine", None),
+            "cannot serve corrections (import of gracestream.pipeline.vllm.engine",
+        ),
+    ],
+    ids=["version", "internal"],
+)
+def test_a_replica_names_an_unsupported_vllm(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None], error: str
+) -> None:
+    change(monkeypatch)
+    model: Any = None  # is not reached
+    with pytest.raises(UserError, match=re.escape(error)):
+        engine_factory(model, load_settings(engine="vllm"))
 
 
 def test_the_second_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
