@@ -36,6 +36,11 @@ STALLED = Gauge("gracestream_stalled", "1 while /live answers 503, else 0.")
 # Inference replicas.
 HEAD_SEQ = Gauge("gracestream_head_seq", "Newest published delta, according to Redis.", registry=REPLICA_REGISTRY)
 REQUESTS_TOTAL = Counter("gracestream_requests_total", "Requests by outcome.", ["outcome"], registry=REPLICA_REGISTRY)
+REQUESTS_RESTARTED = Counter(
+    "gracestream_requests_restarted_total",
+    "Requests that started again, one after the other, because a step of several failed, as without enough memory.",
+    registry=REPLICA_REGISTRY,
+)
 REPLIES_REJECTED = Counter(
     "gracestream_replies_rejected_total",
     "Replies that their topic rejected; an error or a dead letter replaces each.",

@@ -221,9 +221,23 @@ class RequestHandler:
             DeviceLostError: the device failed, so no request can be answered.
         """
         metrics.STEP_REQUESTS.observe(len(joining) + self.engine.active)
+        num_restarted = self.engine.num_restarted
         with metrics.STEP_SECONDS.time():
             finished = self.engine.step(joining)
+        self._report_restarts(self.engine.num_restarted - num_restarted)
         return [(one.request, self._finished_reply(one)) for one in finished]
+
+    def _report_restarts(self, requests: int) -> None:
+        """Count and log requests that start again, if there are any."""
+        if requests:
+            metrics.REQUESTS_RESTARTED.inc(requests)
+            log.warning(
+                "requests_restarted",
+                requests=requests,
+                reason=self.engine.restart_reason,
+                consequence="they are answered one after the other, and no other request joins until then",
+                remedy="if memory ran out, lower GRACESTREAM_REQUEST_BATCH_SIZE",
+            )
 
     def _finished_reply(self, finished: Finished[PreparedRequest]) -> Reply:
         """The prediction for an answer, with the edit that served it or the near miss; or an error."""

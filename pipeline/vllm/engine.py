@@ -184,4 +184,5 @@ class VllmEngine(AnswerEngine[R]):
         if len(failed) == 1:
             return [Finished(failed[0].request, None, None, failure)]
         self._suspects.extend(failed)
+        self._count_restarts(len(failed), failure)
         return []

@@ -105,7 +105,7 @@ def check_joined_codebook(site: EngineSite) -> None:
 
 
 def check_failure_alone(site: EngineSite) -> None:
-    """A request on which the model fails fails alone."""
+    """A request on which the model fails fails alone. Those beside it start again, and are counted."""
     requests = [site.asked(text, max_new_tokens=12) for text in site.prompts]
     bad = requests[3]
     token = next(
@@ -114,7 +114,10 @@ def check_failure_alone(site: EngineSite) -> None:
         if all(each not in one.prompt.token_ids for one in requests if one is not bad)
     )
     with site.failing_on(token, RuntimeError("a tensor of no shape")):
-        finished = answer_all(site.make(site.lookup, 4), requests, [*[0, 0, 1, 2, 2, 2, 3, 9][: len(requests)]])
+        made = site.make(site.lookup, 4)
+        finished = answer_all(made, requests, [*[0, 0, 1, 2, 2, 2, 3, 9][: len(requests)]])
+    assert made.num_restarted > 1
+    assert made.restart_reason == "RuntimeError: a tensor of no shape"
     assert finished[3].failure == "RuntimeError: a tensor of no shape"
     assert finished[3].served is None
     good = [(one, request) for one, request in zip(finished, requests, strict=True) if request is not bad]

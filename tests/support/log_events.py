@@ -64,6 +64,7 @@ MEANINGS = {
         "radius_mismatch_found": "A radius in Redis (`redis`) differs from the log's (`log`).",
         "request_rejected": "A record of `requests` cannot be read, or asks for something invalid.",
         "request_failed": "The model failed on a request.",
+        "requests_restarted": "The model failed on several requests together, or on one that joined others.",
         "batch_failed": "The replies to a batch of requests could not be made or sent; `offset` is its first request.",
         "reply_rejected": "A topic rejected a reply.",
         "reply_lost": "No topic accepted the reply to a request, its error or its dead letter.",

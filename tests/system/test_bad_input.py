@@ -9,12 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 from msgspec import UNSET
+from structlog.testing import capture_logs
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.editor.accepted_feedback import admission_from_settings
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.observability.health import Health
+from gracestream.pipeline.observability.metrics import REPLICA_REGISTRY
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.replica.request_handler import RequestHandler, RequestRecord
@@ -254,7 +256,15 @@ def test_only_the_request_on_which_the_model_fails_gets_an_error(
         RequestRecord(encode(question(f"q{number}", prompt)), "requests", 0, number, 0.0)
         for number, prompt in enumerate(prompts)
     ]
-    answers = {answer.request_id: answer for answer in replies_of(handler, given)}
+    restarted = REPLICA_REGISTRY.get_sample_value("gracestream_requests_restarted_total") or 0
+    with capture_logs() as events:
+        answers = {answer.request_id: answer for answer in replies_of(handler, given)}
+    assert [(event["event"], event["reason"]) for event in events] == [
+        ("requests_restarted", "RuntimeError: a tensor of no shape"),
+        ("request_failed", "RuntimeError: a tensor of no shape"),
+    ]
+    assert events[0]["requests"] == 4
+    assert REPLICA_REGISTRY.get_sample_value("gracestream_requests_restarted_total") == restarted + 4
     assert answers["q2"].error == "the model failed: RuntimeError: a tensor of no shape"
     assert [answers[fid].error for fid in ("q0", "q1", "q3")] == [UNSET] * 3
 

@@ -77,7 +77,14 @@ class AnswerEngine(ABC, Generic[R]):
     2. One state of the codebook serves a request: that of the step which it joins. The codebook may change between two
        steps.
     3. A request on which the model fails leaves with the reason. It affects no other request.
+
+    Attributes:
+        num_restarted: Requests that started again, one after the other, because a step failed; all so far.
+        restart_reason: Why the last of these steps failed.
     """
+
+    num_restarted = 0
+    restart_reason = ""
 
     @property
     @abstractmethod
@@ -103,6 +110,10 @@ class AnswerEngine(ABC, Generic[R]):
     @abstractmethod
     def drop(self, requests: Sequence[R]) -> None:
         """Forget requests whose answers nobody needs any more. Unknown ones are ignored."""
+
+    def _count_restarts(self, requests: int, reason: str) -> None:
+        self.num_restarted += requests
+        self.restart_reason = reason
 
 
 def describe_failure(error: BaseException) -> str:

@@ -53,6 +53,7 @@ class BatchEngine(AnswerEngine[R]):
         # Outside the `except` block: its error holds the frames of the failed pass, and so tensors in device memory.
         if len(joining) == 1:
             return [Finished(joining[0], None, None, failure)]
+        self._count_restarts(len(joining), failure)
         return [finished for request in joining for finished in self.step([request])]
 
     def drop(self, requests: Sequence[R]) -> None:

@@ -185,6 +185,7 @@ class ContinuousEngine(AnswerEngine[R]):
         for row in rows:
             row.generated.clear()
         self._suspects.extend(rows)
+        self._count_restarts(len(rows), failure)
         return []
 
     def _append_tokens(self, logits_RC: Tensor, indexes: range) -> list[Finished[R]]:

@@ -176,12 +176,15 @@ def test_requests_that_do_not_fit_together_are_answered_one_by_one(name: str) ->
     whole = layers[2].mlp
     layers[2].mlp = Failing(whole, torch.OutOfMemoryError("CUDA out of memory"), room=1)
     try:
-        finished = answer_all(engine_for(name, engine), requests, [0, 0, 0, 0, 0, 2, 3, 4])
+        made = engine_for(name, engine)
+        finished = answer_all(made, requests, [0, 0, 0, 0, 0, 2, 3, 4])
         layers[2].mlp.room = 0
         hopeless = answer_all(engine_for(name, engine), requests[:3])
     finally:
         layers[2].mlp = whole
     assert [one.served and shown(one.served) for one in finished] == expected
+    assert made.num_restarted > 1
+    assert made.restart_reason == "OutOfMemoryError: CUDA out of memory"
     assert {one.failure for one in hopeless} == {"OutOfMemoryError: CUDA out of memory"}
 
 
@@ -198,6 +201,7 @@ def test_a_request_without_room_beside_others_is_answered_after_them(monkeypatch
 
     monkeypatch.setattr(engine.model, "prefill", full)
     finished = answer_all(made, requests, [0, 1, 2])
+    assert made.num_restarted == 1
     assert [one.served and shown(one.served) for one in finished] == [alone(engine, request) for request in requests]
 
 
