@@ -48,9 +48,9 @@ test: setup  ## lint, types and tests, on a real Kafka and a real Valkey; of the
 	$(CHECK)
 	$(TESTS) --rotate $(ARGS)
 
-nightly: setup  ## lint, types and all tests
+nightly: setup  ## lint, types and all tests, with 1,000 random examples of each property; of the long runs a part
 	$(CHECK)
-	$(TESTS) $(ARGS)
+	$(TESTS) --hypothesis-profile=nightly --timeout=3600 $(ARGS)
 
 LONG := tests/chaos tests/system/test_demo.py tests/integration/kafka/test_late_requests.py tests/system/test_poison.py tests/unit/editor/test_seeded_faults.py
 

@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError:  # the tests that run on a GPU need none of it, so that they start on a bare GPU machine
     pass
 else:
-    # `--hypothesis-profile` chooses another one: `make quick` takes dev, a nightly run takes nightly with random seeds.
+    # `--hypothesis-profile` chooses another one: `make quick` takes dev, `make nightly` nightly, with random seeds.
     for name, examples, fixed in (("dev", 10, True), ("ci", 50, True), ("nightly", 1000, False)):
         hypothesis.settings.register_profile(
             name,

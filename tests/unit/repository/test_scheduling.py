@@ -1,5 +1,6 @@
 """The pieces of work that `pytest -n` hands out, and the part of the long runs that a commit has."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,24 @@ def test_the_report_says_how_to_run_the_same_part_again() -> None:
         report = collect("-v", "--part", "37", "tests/unit/wording", *arguments)
         line = f"long runs: part 7 of 10; slow tests: {slow}; --part 37 runs the same again"
         assert line in report.splitlines(), report
+
+
+def options_of(target: str) -> list[str]:
+    """The options that a target of the Makefile gives to pytest for its tests."""
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    (command,) = (line for line in done.stdout.splitlines() if line.startswith(".venv/bin/pytest "))
+    return shlex.split(command)[1:]
+
+
+def test_make_nightly_runs_every_slow_test_and_many_random_examples_with_time_for_them() -> None:
+    report = collect("-vv", *options_of("nightly"), "tests/unit/wording")
+    (profile,) = (line for line in report.splitlines() if line.startswith("hypothesis profile"))
+    assert "'nightly'" in profile
+    assert "max_examples=1000" in profile
+    assert "derandomize" not in profile
+    assert "slow tests: all;" in report
+    assert "timeout: 3600.0s" in report
+    assert "slow tests: quarter" in collect("-v", *options_of("test"), "tests/unit/wording")
 
 
 class Marked:
