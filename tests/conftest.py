@@ -95,10 +95,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """The part of the long runs and of the slow tests, and the option that runs it again."""
-    part = config.option.part
-    slow = f"quarter {part // PARTS} of {QUARTERS}" if config.option.rotate else "all"
-    return f"long runs: part {part % PARTS} of {PARTS}; slow tests: {slow}; --part {part} runs the same again"
+    """The part of the long runs and of the slow tests, and the options that run it again."""
+    part, options = config.option.part, []
+    long = slow = "all"
+    if not config.option.chaos:
+        long = f"part {part % PARTS} of {PARTS}"
+        options = [f"--part {part}"]
+    if config.option.rotate:
+        slow = f"quarter {part // PARTS} of {QUARTERS}"
+        options = ["--rotate", f"--part {part}"]
+    again = f"; {' '.join(options)} runs the same again" if options else ""
+    return f"long runs: {long}; slow tests: {slow}{again}"
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -107,7 +114,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         parser.addini("timeout", "seconds for each test")
     text = "tell the whole story of what can fail so many times, in random orders; 0: a short one, once"
     parser.addoption("--chaos", type=int, default=0, help=text)
-    text = "the part of each long run that is run without --chaos; default: the commit's"
+    text = (
+        f"0 to {COMBINATIONS - 1}: the last digit is the part of each long run that is run without --chaos, the digit"
+        " before it the quarter of the slow tests that is run with --rotate; default: the commit's"
+    )
     parser.addoption("--part", type=int, choices=range(COMBINATIONS), help=text)
     parser.addoption("--rotate", action="store_true", help="run a quarter of the slow tests; the part chooses which")
     parser.addoption("--containers", action="store_true", help="run the Compose file, which takes minutes")

@@ -60,9 +60,14 @@ def collect(*arguments: str) -> str:
 
 
 def test_the_report_says_how_to_run_the_same_part_again() -> None:
-    for arguments, slow in (([], "all"), (["--rotate"], "quarter 3 of 4")):
+    rotated = "long runs: part 7 of 10; slow tests: quarter 3 of 4; --rotate --part 37 runs the same again"
+    assert f"\n{rotated}\n" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for arguments, line in (
+        ([], "long runs: part 7 of 10; slow tests: all; --part 37 runs the same again"),
+        (["--rotate"], rotated),
+        (["--chaos", "2"], "long runs: all; slow tests: all"),
+    ):
         report = collect("-v", "--part", "37", "tests/unit/wording", *arguments)
-        line = f"long runs: part 7 of 10; slow tests: {slow}; --part 37 runs the same again"
         assert line in report.splitlines(), report
 
 
