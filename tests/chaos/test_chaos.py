@@ -240,10 +240,11 @@ SHORT = [name for name in EVENTS if name not in LONG]
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One short story, or the `--chaos` number of whole stories, each in its own order."""
-    rounds = metafunc.config.getoption("--chaos")
-    stories = [random.Random(seed).sample(list(EVENTS), len(EVENTS)) for seed in range(rounds)] or [SHORT]
+    seeds = range(metafunc.config.getoption("--chaos"))
+    stories = {f"seed-{seed}": random.Random(seed).sample(list(EVENTS), len(EVENTS)) for seed in seeds}
+    stories = stories or {"short": SHORT}
     if "story" in metafunc.fixturenames:
-        metafunc.parametrize("story", stories, ids=[f"seed-{seed}" for seed in range(len(stories))])
+        metafunc.parametrize("story", stories.values(), ids=stories)
 
 
 @pytest.mark.slow

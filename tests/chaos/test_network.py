@@ -2,7 +2,7 @@
 
 Each round arms one plan of faults, sends four corrections and waits for their outcomes. In some rounds the leading
 editor is killed as soon as a late request has arrived. Finally the topics are checked: nothing is lost or doubled.
-`make chaos` runs many rounds, the ordinary tests a few. Each round prints its seed.
+`make chaos` runs many rounds, the ordinary tests a few.
 """
 
 import random
@@ -39,11 +39,19 @@ from tests.support.tiny_models import texts
 CORRECTIONS = 4
 """Corrections per round."""
 
-SHORT = [("torn", False)] * 4 + [("torn", True), ("copied", False), ("mixed", False), ("mixed", True)]
-"""Plans of the ordinary tests, and whether the leader is killed."""
+Round = tuple[str, bool, int]
+"""A plan of faults, whether the leader is killed, and the seed of what is chosen in the round."""
+
+SHORT: list[Round] = [
+    (plan, kill, seed)
+    for seed, (plan, kill) in enumerate(
+        [("torn", False)] * 4 + [("torn", True), ("copied", False), ("mixed", False), ("mixed", True)]
+    )
+]
+"""The rounds of the ordinary tests."""
 
 ROUNDS = 40
-"""Rounds of this test per round of `--chaos`."""
+"""Rounds of each story of `--chaos`."""
 
 TARGETS = ("museum", "bridge", "train", "violin", "river", "bread")
 
@@ -75,9 +83,7 @@ class Network:
 
     def play(self, plan: str, *, kill: bool, seed: int) -> None:
         """Run one round."""
-        print(
-            f"{time.strftime('%H:%M:%S')} {plan}{', and the leader is killed' if kill else ''}, seed {seed}", flush=True
-        )
+        print(f"{time.strftime('%H:%M:%S')} {plan}{', and the leader is killed' if kill else ''}", flush=True)
         chosen = random.Random(seed)
         planned = PLANS[plan](chosen)
         self.proxy.arm(*planned)
@@ -181,14 +187,25 @@ def network(
         made.close()
 
 
+def story_of(seed: int) -> list[Round]:
+    """The rounds of a story of `--chaos`."""
+    chosen = random.Random(seed)
+    numbers = range(seed * ROUNDS, (seed + 1) * ROUNDS)
+    return [(chosen.choice([*PLANS, "torn"]), chosen.random() < 0.2, number) for number in numbers]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One short story, or the `--chaos` number of long ones."""
+    seeds = range(metafunc.config.getoption("--chaos"))
+    stories = {f"seed-{seed}": story_of(seed) for seed in seeds} or {"short": SHORT}
+    if "story" in metafunc.fixturenames:
+        metafunc.parametrize("story", stories.values(), ids=stories)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_no_correction_is_lost_or_doubled_on_a_bad_network(network: Network, request: pytest.FixtureRequest) -> None:
-    chosen = random.Random(0)
-    rounds = SHORT
-    if times := request.config.getoption("--chaos"):
-        rounds = [(chosen.choice([*PLANS, "torn"]), chosen.random() < 0.2) for _ in range(ROUNDS * times)]
-    for seed, (plan, kill) in enumerate(rounds):
+@pytest.mark.timeout(3600)
+def test_no_correction_is_lost_or_doubled_on_a_bad_network(network: Network, story: list[Round]) -> None:
+    for plan, kill, seed in story:
         network.play(plan, kill=kill, seed=seed)
     assert faults(network.left()) == []
     assert any(fault.released and fault.action == "hold" for fault in network.happened), "no request arrived late"

@@ -71,6 +71,16 @@ def test_the_report_says_how_to_run_the_same_part_again() -> None:
         assert line in report.splitlines(), report
 
 
+def test_the_id_of_a_chaotic_story_runs_the_same_story_again() -> None:
+    """The short stories have no seed, since no seed makes them."""
+    files = ("test_chaos.py::test_no_fault_loses_or_doubles_anything", "test_network.py::test_no_correction_is_lost")
+    for options, name in (((), "short"), (("--chaos", "4", "-k", "seed-3"), "seed-3")):
+        ids = [line for line in collect("tests/chaos", *options).splitlines() if "::" in line]
+        assert [(file in one, one.endswith(f"[{name}]")) for file, one in zip(files, ids, strict=True)] == [
+            (True, True)
+        ] * 2
+
+
 def options_of(target: str) -> list[str]:
     """The options that a target of the Makefile gives to pytest for its tests."""
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
