@@ -33,6 +33,7 @@ from gracestream.pipeline.vllm.injection import choose_layer, wrap_layer
 from gracestream.pipeline.vllm.values import carried_value, carry_value, edited_salt
 from gracestream.workers.inference import engine_factory
 from gracestream.workers.vllm import ServerPlugin, _create_config, register
+from tests.support.repository import ROOT
 
 LAYER = "model.layers.23.self_attn.o_proj"
 
@@ -120,6 +121,11 @@ def test_a_configuration_that_cannot_be_served_ends_the_process_with_one_sentenc
     arguments = EngineArgs(model=str(folder), dtype=dtype, max_model_len=512)
     with pytest.raises(SystemExit, match=sentence):
         _create_config(arguments.create_engine_config)
+
+
+def test_the_documentation_names_every_layer_that_cannot_be_edited() -> None:
+    page = (ROOT / "docs" / "how-to" / "vllm.md").read_text(encoding="utf-8")
+    assert [name for name in support.OTHER_LAYERS if f"`{name}`" not in page] == []
 
 
 def test_compiled_models_are_cached_by_layer() -> None:
