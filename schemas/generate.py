@@ -277,7 +277,10 @@ def _outcome_headers() -> Json:
         "standing": {
             "description": f"{no_change}the roles of the sender, as `standing` in the `cause` of a delta, in JSON."
         },
-        "seen": {"description": f"{no_change}its decision context, as `seen` in the `cause` of a delta, in JSON."},
+        "seen": {
+            "description": f"{no_change}the part of its decision context that can change its status, in JSON: `radius`,"
+            " and `clearance` of the nearest entry, as in `seen` in the `cause` of a delta."
+        },
     }
     return {"type": "object", "required": ["feedback_offset"], "properties": properties}
 

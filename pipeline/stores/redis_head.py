@@ -4,8 +4,8 @@ Each codebook has three keys, in one slot of a cluster. `head` has the term, seq
 radius of each entry id, as the shortest decimal of a float32. `changed` is a sorted set of entry ids; the score is the
 seq that last changed the radius. A message on the channel `published` tells replicas to read the head.
 
-1. Each read and each write is one script, and Redis runs scripts one at a time. A head is never visible without its
-   radii.
+1. Each read is one script. A write is a script for every `RADII_PER_SCRIPT` radii, and the last one writes the head.
+   Redis runs scripts one at a time, so a new head is never visible without its radii.
 2. A write never replaces a head of a newer term or seq.
 3. Redis is untrusted input: a key may have any type and content. A read transfers a limited number of bytes. It raises
    RedisError for a head that no editor wrote, and for an answer that redis-py cannot parse.
