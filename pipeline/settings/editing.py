@@ -38,7 +38,8 @@ class EditingSettings(SettingsGroup):
         0.05,
         ge=0.01,
         le=0.2,
-        description="For `use_scope_radius`: the share of other requests about a subject that may be within a radius.",
+        description="For `use_scope_radius`: the share of other requests about a subject, and of the traffic sample,"
+        " that may be within a radius.",
     )
     retention_guard: bool = Field(
         True,
@@ -48,10 +49,14 @@ class EditingSettings(SettingsGroup):
     check_wording: bool = Field(
         True,
         description="Do not serve a prompt within a radius if its wording disagrees with the correction's: numbers,"
-        " names, negation, words that exclude each other. If not set, false for `policy` paper.",
+        " names, negation, words that exclude each other. And serve a prompt in the same words at any distance. If not"
+        " set, false for `policy` paper.",
     )
     traffic_sample_size: int = Field(
-        512, ge=0, description="Number of recent unflagged queries that new radii exclude; 0: none."
+        512,
+        ge=0,
+        description="Number of recent unflagged queries that new radii exclude, except for the share"
+        " `scope_error_rate` of them with `use_scope_radius`; 0: none.",
     )
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of the editor's random numbers.")
     max_steps: int = Field(

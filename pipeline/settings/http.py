@@ -15,10 +15,13 @@ class HttpSettings(SettingsGroup):
         min_length=1,
         description="Address of the HTTP endpoints `/live`, `/ready`, `/metrics` and `/state`.",
     )
+    port: int = Field(
+        8080,
+        ge=0,
+        le=65535,
+        description="Port of the HTTP endpoints; 0: a free port, which the worker logs at its start.",
+    )
     feedback: bool = Field(
         False,
         description="Whether a vLLM server takes corrections over HTTP, from everybody who may ask it for answers.",
-    )
-    port: int = Field(
-        8080, ge=0, le=65535, description="Port of these endpoints; 0: a free port, which the worker logs at its start."
     )
