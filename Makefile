@@ -33,7 +33,7 @@ setup: .venv/.ready  ## the virtual environment with everything pinned
 demo: setup  ## the whole story on this machine; MODEL=intent for a classifier, ARGS=--all for all prompts
 	$(BIN)/gracestream demo --model $(MODEL) $(ARGS)
 
-QUICK := $(addprefix tests/unit/,auth kafka observability schemas search wording deploy repository/test_structure.py)
+QUICK := $(addprefix tests/unit/,auth kafka observability schemas search settings wording deploy repository/test_reference.py repository/test_structure.py)
 
 quick: setup  ## a first look within a minute: lint, types, and unit tests that need neither Kafka nor a model
 	$(BIN)/ruff format --check .

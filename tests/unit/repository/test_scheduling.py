@@ -99,6 +99,10 @@ def test_make_nightly_runs_every_slow_test_and_many_random_examples_with_time_fo
     assert "slow tests: quarter" in collect("-v", *options_of("test"), "tests/unit/wording")
 
 
+def test_make_quick_checks_settings_and_the_reference() -> None:
+    assert {"tests/unit/settings", "tests/unit/repository/test_reference.py"} <= {*options_of("quick")}
+
+
 class Marked:
     """A test in a file; `slow` says what is marked: the test, its file, or nothing."""
 
