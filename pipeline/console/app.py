@@ -8,6 +8,7 @@ import asyncio
 import csv
 import io
 import sqlite3
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
@@ -169,7 +170,15 @@ class _Console:
         rephrases = [line.strip() for line in form["rephrases"].splitlines() if line.strip()]
         return await self._act(
             request,
-            partial(self._sender.correct, form["inputs"], form["target"], form["request_id"], form["note"], rephrases),
+            partial(
+                self._sender.correct,
+                form["nonce"],
+                inputs=form["inputs"],
+                target=form["target"],
+                request_id=form["request_id"],
+                note=form["note"],
+                rephrases=rephrases,
+            ),
         )
 
     async def make_exception(self, request: Request) -> Response:
@@ -177,13 +186,20 @@ class _Console:
         form = await _read_form(request)
         return await self._act(
             request,
-            partial(self._sender.make_exception, form["inputs"], form["entry_id"], form["request_id"], form["note"]),
+            partial(
+                self._sender.make_exception,
+                form["nonce"],
+                inputs=form["inputs"],
+                entry_id=form["entry_id"],
+                request_id=form["request_id"],
+                note=form["note"],
+            ),
         )
 
     async def undo(self, request: Request) -> Response:
         """Send an undo."""
         form = await _read_form(request)
-        return await self._act(request, partial(self._sender.undo, form["feedback_id"], form["note"]))
+        return await self._act(request, partial(self._sender.undo, form["nonce"], form["feedback_id"], form["note"]))
 
     async def _act(self, request: Request, send: Callable[[], str]) -> Response:
         """Send feedback, and lead to its page."""
@@ -192,7 +208,10 @@ class _Console:
         except ActionError as error:
             return self._render("error.html", request, 400, message=str(error))
         except KafkaError as error:
-            message = f"Kafka did not accept the record ({error}); nothing was changed: go back and send it again"
+            message = (
+                f"Kafka has not confirmed the record ({error}). It may still arrive: look for it among the feedback, or"
+                " go back and send the same form again, which has no effect if the first one arrived."
+            )
             return self._render("error.html", request, 503, message=message)
         return RedirectResponse(path("feedback", feedback_id), 303)
 
@@ -259,7 +278,10 @@ class _Console:
         state = self._follower.failure or ("" if self._follower.caught_up.is_set() else "The topics are being read.")
         return HTMLResponse(
             self._templates.get_template(template).render(
-                address=request.url.path + (f"?{request.url.query}" if request.url.query else ""), state=state, **values
+                nonce=uuid.uuid4().hex,
+                address=request.url.path + (f"?{request.url.query}" if request.url.query else ""),
+                state=state,
+                **values,
             ),
             status,
         )

@@ -258,7 +258,13 @@ def find_entry(connection: sqlite3.Connection, entry_id: str) -> EntryRow | None
 
 def replicas(connection: sqlite3.Connection) -> list[str]:
     """The names of the replicas that answered, in order."""
-    return [row[0] for row in connection.execute("SELECT DISTINCT replica FROM predictions ORDER BY replica")]
+    # One step of the index for each name; DISTINCT would read the whole index.
+    rows = connection.execute(
+        "WITH RECURSIVE names (name) AS (SELECT min(replica) FROM predictions UNION ALL"
+        " SELECT (SELECT min(replica) FROM predictions WHERE replica > name) FROM names WHERE name IS NOT NULL)"
+        " SELECT name FROM names WHERE name IS NOT NULL"
+    )
+    return [name for (name,) in rows]
 
 
 def _conditions(connection: sqlite3.Connection, wanted: PredictionFilter) -> tuple[list[str], list[Any]]:

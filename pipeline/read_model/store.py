@@ -6,7 +6,8 @@ Guarantees:
 2. A file of another version, another cluster or another prefix is rebuilt. So is one that SQLite cannot read.
 3. One process writes to a file. Another one that opens it gets an error.
 4. Readers see the state after a whole batch, and never wait for the writer.
-5. At most `max_predictions` predictions are kept, the newest. Everything else is kept as long as the topics keep it.
+5. About `max_predictions` predictions are kept, the newest, also after the topics have deleted them. Feedback, outcomes
+   and deltas are all kept.
 
 Not promised: that the file survives a loss of power. It is rebuilt then, if it is damaged.
 """
@@ -119,16 +120,19 @@ class ReadModelStore:
         return self._change_count
 
     def reader(self) -> sqlite3.Connection:
-        """A new connection that only reads, for one thread. The caller closes it."""
-        connection = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
+        """A new connection that only reads, for one thread at a time. The caller closes it."""
+        address = f"{self.path.absolute().as_uri()}?mode=ro"
+        connection = sqlite3.connect(address, uri=True, check_same_thread=False)
         connection.row_factory = sqlite3.Row
         return connection
 
     def _prune(self) -> None:
         """Delete the oldest predictions beyond the limit, and requests that no kept prediction answers."""
-        (count,) = self._connection.execute("SELECT count(*) FROM predictions").fetchone()
-        if count <= self._max_predictions * (1 + PRUNE_SLACK):
-            return
+        limit = self._max_predictions * (1 + PRUNE_SLACK)
+        # Ids grow with each row, so the cheap first number bounds the second one.
+        for count in ("coalesce(max(id) - min(id) + 1, 0)", "count(*)"):
+            if self._connection.execute(f"SELECT {count} FROM predictions").fetchone()[0] <= limit:
+                return
         (oldest,) = self._connection.execute(
             "SELECT timestamp FROM predictions ORDER BY timestamp DESC, id DESC LIMIT 1 OFFSET ?",
             (self._max_predictions - 1,),
