@@ -160,18 +160,22 @@ class TestTraffic:
     def test_an_import_can_be_repeated(self, run: Callable[..., Command], running: Settings, tmp_path: Path) -> None:
         path = tmp_path / "corrections.csv"
         path.write_text("id,inputs,target\n1,The museum near the river,train\n2,The bridge near the park,museum\n")
-        statuses = []
+        statuses, outcomes = [], []
         for changed in (False, False, True):
             if changed:
                 path.write_text(path.read_text().replace("museum\n", "river\n"))
             imported = run("import", "csv", str(path), settings=running)
             command = run("correct", settings=running, given=imported.stdout())
             assert status_of(command) == 0, command.stderr()
+            outcomes += lines(command.stdout())
             statuses.append([outcome["status"] for outcome in lines(command.stdout())])
         assert not {"rejected", "unchanged"} & set(statuses[0])
         assert statuses[1] == ["unchanged", "unchanged"]
         assert statuses[2][0] == "unchanged"
         assert statuses[2][1] != "unchanged"
+        ids = {outcome["feedback_id"] for outcome in outcomes if outcome["status"] != "unchanged"}
+        undone = run("undo", *sorted(ids), settings=running)  # the other tests need these prompts uncorrected
+        assert status_of(undone) == 0, undone.stderr()
 
     def test_a_correction_with_rephrases_answers_all_of_them_until_it_is_undone(
         self, run: Callable[..., Command], running: Settings
