@@ -298,27 +298,27 @@ def test_a_correction_that_an_entry_fulfils_already_is_under_the_guard_too() -> 
 
 
 class TestInputsNearTheTolerance:
-    """In half precision a radius is at least twice the tolerance, here about 1 at a norm of 64."""
+    """In half precision a radius is at least twice the tolerance, here about 1 at a norm of 32."""
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_what_is_to_stay_right_is_not_taken_over_by_a_neighbour(self, dtype: str) -> None:
         ours = start(radius=0.5)
         ours.engine.model.query_dtype = dtype
-        assert ours.correct((64, 0), 0) == "unchanged"
-        assert ours.correct((65.5, 0), 1) == ("added" if dtype == "float32" else "rejected")
-        assert answer(ours.engine, 64, 0) == 0
+        assert ours.correct((32, 0), 0) == "unchanged"
+        assert ours.correct((33.5, 0), 1) == ("added" if dtype == "float32" else "rejected")
+        assert answer(ours.engine, 32, 0) == 0
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_a_radius_grows_for_served_inputs_no_farther_than_is_allowed(self, dtype: str) -> None:
         ours = start(radius=4.0)
         ours.engine.model.query_dtype = dtype
-        assert ours.correct((64, 0), 1) == "added"
-        assert ours.correct((69, 0), 0) == "unchanged"
-        assert ours.correct((67.5, 0), 1) == "unchanged"
-        assert answer(ours.engine, 69, 0) == 0
+        assert ours.correct((32, 0), 1) == "added"
+        assert ours.correct((37, 0), 0) == "unchanged"
+        assert ours.correct((35.5, 0), 1) == "unchanged"
+        assert answer(ours.engine, 37, 0) == 0
         assert ours.engine.codebook.radii_N.tolist() == [4.0]
 
     def test_a_limit_below_the_floor_takes_no_correction_away(self) -> None:
         ours = start(radius=0.5, max_radius=1e-6)
-        assert ours.correct((64, 0), 1) == "added"
-        assert ours.correct((66, 0), 2) == "added"
+        assert ours.correct((32, 0), 1) == "added"
+        assert ours.correct((34, 0), 2) == "added"
