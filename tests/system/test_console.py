@@ -99,6 +99,8 @@ def test_a_person_corrects_an_answer_sees_it_live_and_undoes_it_by_keyboard_alon
     row.wait_for()
 
     page.keyboard.press("j")
+    ask(users, "between", OTHER)  # a new row moves the selected one, and replaces it
+    page.locator("tr[data-row]", has_text=OTHER).wait_for()
     page.keyboard.press("Enter")
     page.wait_for_url("**/requests/first")
     page.keyboard.press("e")

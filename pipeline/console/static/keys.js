@@ -3,19 +3,26 @@
 
 (() => {
   const PAGES = { a: "/queue", f: "/feedback", h: "/history" };
-  let selectedIndex = -1;
+  let selectedId = null; // of the row, since new rows move it
   let isAfterG = false;
 
   const rows = () => [...document.querySelectorAll("[data-row]")];
 
-  function select(index) {
+  const isSelected = (row) => row.dataset.row === selectedId;
+
+  function showSelected() {
+    rows().forEach((row) => row.classList.toggle("selected", isSelected(row)));
+    const selected = rows().find(isSelected);
+    selected?.querySelector("a")?.focus({ preventScroll: true });
+    return selected;
+  }
+
+  function move(step) {
     const found = rows();
     if (found.length === 0) return;
-    selectedIndex = Math.max(0, Math.min(index, found.length - 1));
-    found.forEach((row, place) => row.classList.toggle("selected", place === selectedIndex));
-    const link = found[selectedIndex].querySelector("a");
-    if (link) link.focus({ preventScroll: true });
-    found[selectedIndex].scrollIntoView({ block: "nearest" });
+    const index = found.findIndex(isSelected);
+    selectedId = found[Math.max(0, Math.min(index + step, found.length - 1))].dataset.row;
+    showSelected().scrollIntoView({ block: "nearest" });
   }
 
   function focusForm(id) {
@@ -29,8 +36,8 @@
   }
 
   const ACTIONS = {
-    j: () => select(selectedIndex + 1),
-    k: () => select(selectedIndex - 1),
+    j: () => move(1),
+    k: () => move(-1),
     "/": () => document.getElementById("search")?.focus(),
     e: () => focusForm("correct"),
     x: () => focusForm("except"),
@@ -63,8 +70,8 @@
     document.getElementById("help-button").addEventListener("click", openHelp);
   });
 
-  // New content keeps the selected row.
+  // New content replaces the rows: select the same one again, and give it back the focus that it had.
   document.addEventListener("htmx:afterSettle", () => {
-    rows().forEach((row, place) => row.classList.toggle("selected", place === selectedIndex));
+    if (document.activeElement === document.body) showSelected();
   });
 })();
