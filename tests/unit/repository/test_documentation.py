@@ -63,6 +63,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), link
+        if ROOT / "docs" in page.parents:  # the site holds nothing else
+            assert ROOT / "docs" in target.resolve().parents, f"{link} leads out of the documentation"
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), link
 
