@@ -45,6 +45,7 @@ class TopicFollower(threading.Thread):
     def __init__(self, settings: KafkaSettings, store: ReadModelStore) -> None:
         super().__init__(name="read-model", daemon=True)
         self._settings, self._store = settings, store
+        self._names = {settings.topic(name): name for name in TOPICS}
         self._stopped = threading.Event()
         self.caught_up = threading.Event()
         self.failure = ""
@@ -79,8 +80,7 @@ class TopicFollower(threading.Thread):
             polled = client.poll(timeout_ms=POLL_MS)
             positions = self._positions(client)
             if polled or positions != self._store.positions():
-                topics = {self._settings.topic(name): name for name in TOPICS}
-                records = [(topics[partition.topic], record) for partition, found in polled.items() for record in found]
+                records = [(self._names[key.topic], record) for key, found in polled.items() for record in found]
                 self._store.add(records, positions)
             self.failure = ""
             if not self.caught_up.is_set() and all(positions.get(key, 0) >= end for key, end in ends.items()):
@@ -96,8 +96,7 @@ class TopicFollower(threading.Thread):
         A position beyond the end means that the topic was created again; then everything is read again.
         """
         partitions: dict[TopicPartition, Position] = {}
-        for name in TOPICS:
-            topic = self._settings.topic(name)
+        for topic, name in self._names.items():
             numbers = client.partitions_for_topic(topic)
             if not numbers:
                 raise missing_topic_error(topic)
@@ -114,9 +113,8 @@ class TopicFollower(threading.Thread):
         return {position: ends[partition] for partition, position in partitions.items()}
 
     def _positions(self, client: Any) -> dict[Position, int]:
-        names = {self._settings.topic(name): name for name in TOPICS}
         positions = {
-            (names[partition.topic], partition.partition): client.position(partition, timeout_ms=POLL_MS)
+            (self._names[partition.topic], partition.partition): client.position(partition, timeout_ms=POLL_MS)
             for partition in client.assignment()
         }
         # kafka-python knows no position while it looks up the first record.

@@ -11,6 +11,15 @@ Topic = tuple[str, Any]
 START = 1_700_000_000_000
 
 
+def short_history() -> Recorded:
+    """Two corrections, and an undo of the first."""
+    made = Recorded()
+    made.correct("f1", (0, 0), 1)
+    made.correct("f2", (9, 9), 2)
+    made.undo("u1", "f1")
+    return made
+
+
 class Topics:
     """The records of all topics, as a deployment writes them."""
 

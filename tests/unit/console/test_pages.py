@@ -22,7 +22,7 @@ from gracestream.pipeline.console.security import AccessError, require_loopback
 from gracestream.pipeline.read_model import ReadModelStore
 from gracestream.schemas.messages import AppliedEdit, ChatMessage, Feedback, NearMiss, Request, encode
 from tests.support.recorded_history import Recorded
-from tests.support.topic_records import Topics
+from tests.support.topic_records import Topics, short_history
 
 HOST = "http://127.0.0.1:8090"
 SAME_ORIGIN = {"Sec-Fetch-Site": "same-origin"}
@@ -57,11 +57,7 @@ class Following:
 
 @pytest.fixture
 def history() -> Recorded:
-    made = Recorded()
-    made.correct("f1", (0, 0), 1)
-    made.correct("f2", (9, 9), 2)
-    made.undo("u1", "f1")
-    return made
+    return short_history()
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from gracestream.pipeline.read_model import (
 from gracestream.pipeline.read_model.schema import VERSION
 from gracestream.schemas.messages import AppliedEdit, NearMiss, Prediction, encode
 from tests.support.recorded_history import Recorded
-from tests.support.topic_records import START, Topic, Topics, positions_after
+from tests.support.topic_records import START, Topic, Topics, positions_after, short_history
 
 
 @pytest.fixture
@@ -39,12 +39,7 @@ def store(tmp_path: Path) -> Iterator[ReadModelStore]:
 
 @pytest.fixture
 def history() -> Recorded:
-    """Two corrections, an undo of the first, and a correction that is rejected as a copy."""
-    made = Recorded()
-    made.correct("f1", (0, 0), 1)
-    made.correct("f2", (9, 9), 2)
-    made.undo("u1", "f1")
-    return made
+    return short_history()
 
 
 def dump(store: ReadModelStore) -> list[str]:
